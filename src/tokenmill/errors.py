@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from operator import index
 from unicodedata import category
 
 _SECRETS = re.compile(r"""(\w\w:/{1,2})(?:[^/\s'"]*@|[^/\s:@'"]*:(?!\d*(?:[/\s'"]|$))[^\s@'"]*@)""")
@@ -137,6 +138,14 @@ def met_in(where: str, error: TokenmillError) -> TokenmillError:
     TokenizerError('a.parquet: row group 3: id 7: must be below 5, got 7; use its own ids')
     """
     return type(error)(f"{where}: {error}")
+
+
+def whole(what: str, value: object, error: type[TokenmillError], way_out: str) -> int:
+    """Return a whole number, of Python or of numpy, as one of Python; reject all other values."""
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise error(f"{what}: expected a whole number, got {value!r}; {way_out}") from None
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tokenmill.config.run import parse_config
+from tokenmill.errors import PlanError
 from tokenmill.loader import batch_digest, row_digests
 from tokenmill.run.run import Run
 
@@ -148,3 +149,25 @@ def test_an_iteration_that_starts_late_tells_where_it_stands(run, caplog):
     next(iter(loader))
     assert caplog.records[0].getMessage().endswith("24 steps, now at step 16")
     assert len(caplog.records) == 5
+
+
+@pytest.mark.parametrize("step", ["3", 2.5, 3.0, None, [1]])
+def test_a_step_that_is_no_whole_number_is_named(run, step):
+    plan, loader = run.plan(), run.loader()
+    asks = (plan.at, plan.stage, plan.rows, plan.what, plan.tokens_seen, plan.next_trained)
+    for ask in (*asks, loader.__getitem__, loader.seek):
+        with pytest.raises(PlanError, match=r"^step: expected a whole number, got .*; count from 0$"):
+            ask(step)
+    with pytest.raises(PlanError, match=r"^step: .*got slice\(0, 2, None\); pass one step at a time$"):
+        loader[0:2]
+    with pytest.raises(PlanError, match=r"^document: expected a whole number, got '3'; count from 0$"):
+        plan.when(plan.sources[0], "3")
+
+
+def test_a_step_of_numpy_is_a_step(run):
+    loader, other = run.loader(), run.loader()
+    assert row_digests(loader[np.int64(3)]) == row_digests(loader[3])
+    loader.seek(np.int32(3))
+    other.seek(3)
+    assert json.dumps(loader.state_dict()) == json.dumps(other.state_dict())
+    assert json.dumps(run.plan().what(np.int64(3))[0].step) == "3"

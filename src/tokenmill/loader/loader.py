@@ -27,7 +27,7 @@ from tokenmill.loader.layout import DEAL, Dealer, RankSlice
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
 from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.plan import Plan, TokensSeen
-from tokenmill.plan.stages import Stage, StageSpec
+from tokenmill.plan.stages import Stage, StageSpec, as_step
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.types import ARRAYS, POSITIONS, AnyArray, Batch, Int64Array, distinct
 
@@ -232,6 +232,7 @@ class Loader:
 
     def __getitem__(self, step: int) -> Batch:
         """Return this rank's whole slice of the batch of a step; refused where a run draws from live text."""
+        step = as_step(step)
         self._refuse_drawn(step)
         self._notice_fork()
         stage = self.plan.trained_stage(step)
@@ -340,6 +341,7 @@ class Loader:
 
         Where a run draws from live text, only the first step can be gone to.
         """
+        step = as_step(step)
         if step != self.plan.steps:
             self.plan.stage(step)
         if step == 0 and self._drawn:

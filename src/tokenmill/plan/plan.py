@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.errors import ConfigError, PlanError, nearest
+from tokenmill.errors import ConfigError, PlanError, nearest, whole
 from tokenmill.fingerprint import digest, key64
 from tokenmill.plan.mixture import (
     MAX_TOTAL,
@@ -39,6 +39,7 @@ from tokenmill.plan.stages import (
     Seen,
     Stage,
     StageSpec,
+    as_step,
     drawn_rows,
     rows_at,
     stage_at,
@@ -146,6 +147,7 @@ class Plan:
 
     def at(self, step: int) -> Moment:
         """Return what a step belongs to, and what it asks for."""
+        step = as_step(step)
         stage = self.stage(step)
         begin, end = self.span(stage.spec.number)
         return Moment(
@@ -163,6 +165,7 @@ class Plan:
 
     def tokens_seen(self, step: int) -> TokensSeen:
         """Return what was trained on before a step, or by the end of the run."""
+        step = as_step(step)
         return TokensSeen(
             slots=slots_before(self, step, skipped=False),
             count_labels=lambda: labels_before(self, step, self._labels_before),
@@ -175,7 +178,7 @@ class Plan:
 
     def stage(self, step: int) -> Stage:
         """Return the stage, or the part of one, that a step belongs to."""
-        return stage_at(self.stages, self.starts, step)
+        return stage_at(self.stages, self.starts, as_step(step))
 
     @cached_property
     def starts(self) -> list[int]:
@@ -196,12 +199,14 @@ class Plan:
 
     def rows(self, step: int) -> tuple[Int64Array, Int64Array]:
         """Return (source ids, row ids) of the global batch of a step, in order."""
+        step = as_step(step)
         stage = self.trained_stage(step)
         slots = np.arange(stage.spec.global_batch_size)
         return rows_at(stage, np.full_like(slots, step), slots)
 
     def what(self, step: int) -> tuple[RowUse, ...]:
         """Return the documents and spans of the global batch of a step."""
+        step = as_step(step)
         stage = self.trained_stage(step)
         source_ids, rows = self.rows(step)
         uses: list[RowUse] = []
@@ -216,6 +221,7 @@ class Plan:
 
     def trained_stage(self, step: int) -> Stage:
         """Return the stage, or the part of one, of a step; refuse a step that is skipped."""
+        step = as_step(step)
         stage = self.stage(step)
         if stage.spec.skipped is not None:
             raise PlanError(
@@ -226,6 +232,7 @@ class Plan:
 
     def next_trained(self, step: int) -> int:
         """Return the first step from `step` on that is not skipped; the number of steps, if there is none."""
+        step = as_step(step)
         while step < self.steps and self.stage(step).spec.skipped is not None:
             step = self.stage(step).end_step
         return step
@@ -234,6 +241,7 @@ class Plan:
         """Return every step and slot at which a document is seen, over the whole run, with its own spans alone."""
         if source not in self.sources:
             raise PlanError(f"source: must be one of the plan's, got {source!r}; {nearest(source, self.sources)}")
+        document = whole("document", document, PlanError, "count from 0")
         uses: list[RowUse] = []
         for stage in self.stages:
             if source not in stage.names or stage.spec.skipped is not None:

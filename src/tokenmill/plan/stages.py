@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from tokenmill.compiled import inner, int64, kernel
-from tokenmill.errors import ConfigError, PlanError, nearest
+from tokenmill.errors import ConfigError, PlanError, nearest, whole
 from tokenmill.plan.mixture import draw
 from tokenmill.plan.shuffle import (
     EPOCH_COLUMNS,
@@ -348,6 +348,12 @@ class Stage:
         """Return how many rows of a source were drawn before the stage."""
         line = self.names.index(name)
         return int(self.table[line, CARRY]) + self.bases[line]
+
+
+def as_step(step: object) -> int:
+    """Return a step as a number of Python."""
+    way_out = "pass one step at a time" if isinstance(step, slice) else "count from 0"
+    return whole("step", step, PlanError, way_out)
 
 
 def stage_at(stages: Sequence[Stage], starts: Sequence[int], step: int) -> Stage:
