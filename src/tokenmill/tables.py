@@ -30,6 +30,7 @@ from typing import (
 )
 
 import msgspec
+import numpy as np
 
 from tokenmill.errors import ConfigError, TokenmillError, nearest, without_secrets
 
@@ -96,6 +97,23 @@ def read_json(kind: type[T], text: bytes | str, where: str, *, error: type[Token
 def as_json(record: object) -> Any:  # noqa: ANN401 - a JSON value
     """Return a record as JSON values, every field of it; `read_table` reads them back."""
     return msgspec.json.decode(msgspec.json.encode(record))  # `to_builtins` would leave tuples as they are
+
+
+def plain_numbers(value: Any) -> Any:  # noqa: ANN401 - a value of a table
+    """Return a value of a table with numbers of numpy, also within lists and tables, as numbers of Python."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Mapping):
+        return {key: plain_numbers(item) for key, item in value.items()}
+    return type(value)(map(plain_numbers, value)) if type(value) in (list, tuple) else value
+
+
+def settle_numbers(record: Any) -> None:  # noqa: ANN401 - a dataclass that is just being made
+    """Turn numbers of numpy in the fields of a frozen record into numbers of Python, which JSON can hold."""
+    for item in fields(record):
+        value = getattr(record, item.name)
+        if isinstance(value, np.generic | Mapping):
+            object.__setattr__(record, item.name, plain_numbers(value))
 
 
 def check_keys(where: str, table: Mapping[str, Any], known: Sequence[str], error: Refuse = ConfigError) -> None:

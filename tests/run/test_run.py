@@ -14,6 +14,8 @@ from tokenmill.loader import Layout
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter, open_store
 
+WEB = tokenmill.SourceConfig(name="web", store="web")
+
 
 @pytest.fixture
 def make_run(tmp_path):
@@ -294,3 +296,66 @@ def test_a_run_is_made_of_python_objects(make_store, tmp_path):
     with pytest.raises(ConfigError) as caught:
         tokenmill.Run.from_tables(tables | {"run": {**tables["run"], "seq_len": "8"}})
     assert str(caught.value) == "run.seq_len: must be a whole number, got '8'; leave out the quotes"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("run.toml", r"^Run: expected a Config, got 'run.toml'; use Run.from_toml\(...\)$"),
+        ({"run": {"steps": 1}}, r"^Run: expected a Config, got \{'run': .*; use Run.from_tables\(...\)$"),
+        (None, r"^Run: expected a Config, got None; use Run.from_toml"),
+    ],
+)
+def test_a_run_of_something_else_than_a_config_says_how_it_is_made(config, message):
+    with pytest.raises(ConfigError, match=message):
+        Run(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"sources": WEB},
+            r"^sources: expected a list of SourceConfig, got one SourceConfig; write sources=\[...\]$",
+        ),
+        ({"sources": "web"}, r"^sources: expected a list of SourceConfig, got one str; write sources"),
+        ({"sources": [{"name": "web"}]}, r"^sources: .*, got \{'name': 'web'\} in it; Run.from_tables takes plain"),
+        (
+            {"stages": tokenmill.StageConfig(name="a", start_step=0)},
+            r"^stages: .* got one StageConfig; write stages=",
+        ),
+        (
+            {"run": {"steps": 1}},
+            r"^run: expected a RunConfig, got \{'steps': 1\}; Run.from_tables takes plain tables$",
+        ),
+    ],
+)
+def test_a_config_of_other_records_names_the_key(changes, message):
+    run = tokenmill.RunConfig(steps=10, global_batch_size=4, seq_len=8)
+    with pytest.raises(ConfigError, match=message):
+        tokenmill.Config(**{"run": run, "sources": [WEB]} | changes)
+
+
+def test_numbers_of_numpy_are_numbers_of_a_run(make_store, tmp_path):
+    path, _, _ = make_store("web", [50] * 10)
+
+    def tables(steps, batch, length, share, start):
+        return {
+            "run": {"steps": steps, "global_batch_size": batch, "seq_len": length, "weights": {"web": share}},
+            "sources": [{"name": "web", "store": str(path)}],
+            "stages": [{"name": "a", "start_step": 0}, {"name": "b", "start_step": start}],
+        }
+
+    plain = Run.from_tables(tables(10, 4, 8, 0.5, 5), folder=tmp_path)
+    numbers = np.int64(10), np.uint8(4), np.int32(8), np.float32(0.5), np.int64(5)
+    run = Run.from_tables(tables(*numbers), folder=tmp_path)
+    assert run.config == plain.config
+    assert run.plan().fingerprint == plain.plan().fingerprint
+    steps, batch, length, share, start = numbers
+    made = tokenmill.Config(
+        run=tokenmill.RunConfig(steps=steps, global_batch_size=batch, seq_len=length, weights={"web": share}),
+        sources=[tokenmill.SourceConfig(name="web", store=path)],
+        stages=[tokenmill.StageConfig(name="a", start_step=0), tokenmill.StageConfig(name="b", start_step=start)],
+    )
+    assert Run(made, tmp_path).plan().fingerprint == plain.plan().fingerprint
+    assert plain.lasting(steps=steps).config == plain.config

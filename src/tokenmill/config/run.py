@@ -51,9 +51,11 @@ from tokenmill.tables import (
     check_name,
     check_positive,
     check_seed,
+    plain_numbers,
     read_list,
     read_table,
     read_text,
+    settle_numbers,
 )
 from tokenmill.types import (
     ARRAYS,
@@ -134,6 +136,7 @@ class RunConfig:
     of a token and of a squared token of a segment, `linear` and `quadratic`. Otherwise ranks take them in order."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         if not 1 <= self.horizon <= MAX_HORIZON:
             raise ConfigError(
                 f"run: horizon must be from 1 to {MAX_HORIZON}, got {self.horizon}; leave it out for the next token"
@@ -234,6 +237,7 @@ class SourceConfig:
     """Whether every page of a store on disk is proven by its checksum when it is read."""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         for key in ("store", "documents", "tokenizer"):
             object.__setattr__(self, key, _plain_paths(getattr(self, key)))
         check_name("sources.name", self.name)
@@ -286,6 +290,10 @@ class SourceConfig:
             check_choice(where, "on_error", self.on_error, ON_ERROR)
 
 
+_LISTED: tuple[type, ...] = (SourceConfig, StageConfig, SkipConfig, QuarantineConfig, EvalConfig)
+"""Records of `LISTS`, in the same order."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole config file."""
@@ -301,8 +309,17 @@ class Config:
     """How many tokens have passed before each step."""
 
     def __post_init__(self) -> None:
-        for key in LISTS:
-            object.__setattr__(self, key, tuple(getattr(self, key)))
+        if not isinstance(self.run, RunConfig):
+            raise ConfigError(f"run: expected a RunConfig, got {self.run!r}; Run.from_tables takes plain tables")
+        for key, record in zip(LISTS, _LISTED, strict=True):
+            items = getattr(self, key)
+            wanted = f"{key}: expected a list of {record.__name__}"
+            if not isinstance(items, list | tuple):
+                raise ConfigError(f"{wanted}, got one {type(items).__name__}; write {key}=[...]")
+            for item in items:
+                if not isinstance(item, record):
+                    raise ConfigError(f"{wanted}, got {item!r} in it; Run.from_tables takes plain tables")
+            object.__setattr__(self, key, tuple(items))
         if not self.sources:
             raise ConfigError(
                 "sources: a run must have at least one, got none; add [[sources]] with name and store"
@@ -531,6 +548,7 @@ class Translation:
 
 def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:
     """Make a config of nested tables, as a TOML reader gives them; every key must be known."""
+    tables = plain_numbers(tables)
     own = next((key for key in tables if key in RunConfig.__dataclass_fields__ and key not in TABLES), None)
     if own is not None:
         raise ConfigError(f"{where}: {own} must stand under [run], got it outside of a table; write [run] above it")

@@ -30,6 +30,7 @@ from tokenmill.tables import (
     check_positive,
     check_seed,
     read_text,
+    settle_numbers,
 )
 from tokenmill.types import CROPS, NO_DOCUMENTS, ON_CHANGE, ON_LONG, PACKINGS, RAMPS, SPLITS, WEIGHINGS, Int64Array
 
@@ -168,6 +169,7 @@ class StageConfig:
     weigh_by: str | None = None
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         where = f"stage {self.name!r}"
         if not self.name.isprintable() or not self.name.strip():
             raise ConfigError(f"stages.name: must be letters that can be printed, got {self.name!r}; rename it")
@@ -439,6 +441,7 @@ class SkipConfig:
     reason: str = ""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         if self.tokens is None or self.steps:
             self.range()
 
@@ -484,6 +487,7 @@ class QuarantineConfig:
     reason: str = ""
 
     def __post_init__(self) -> None:
+        settle_numbers(self)
         where = f"quarantine of {self.source!r}"
         if self.from_step < 0 and self.from_tokens is None:
             raise ConfigError(f"{where}: from_step must not be negative, got {self.from_step}; count from 0")

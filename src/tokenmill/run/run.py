@@ -89,6 +89,9 @@ class Run:
     """What the epochs come to, where the config gives its length in epochs; it then has steps in their place."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.config, Config):
+            way_out = "from_tables" if isinstance(self.config, Mapping) else "from_toml"
+            raise ConfigError(f"Run: expected a Config, got {self.config!r}; use Run.{way_out}(...)")
         if self.config.run.epochs is not None:
             epochs, config = self._counted_epochs(self.config.run.epochs)
             object.__setattr__(self, "epochs", epochs)
