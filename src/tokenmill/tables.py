@@ -116,6 +116,15 @@ def settle_numbers(record: Any) -> None:  # noqa: ANN401 - a dataclass that is j
             object.__setattr__(record, item.name, plain_numbers(value))
 
 
+def names_of(key: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return a list of names; reject one name alone, which would be taken for a list of letters."""
+    if isinstance(names, str):
+        raise ConfigError(f"{key}: must be a list of names, got {names!r}; say {key}=[{names!r}]")
+    if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{key}: must be a list of names, got {names!r}; say {key}=[...]")
+    return tuple(names)
+
+
 def check_keys(where: str, table: Mapping[str, Any], known: Sequence[str], error: Refuse = ConfigError) -> None:
     """Refuse keys that are not known."""
     for key in table:

@@ -2,12 +2,13 @@
 
 import json
 import logging
+import re
 
 import numpy as np
 import pytest
 
 from tokenmill.config.run import parse_config
-from tokenmill.errors import PlanError
+from tokenmill.errors import ConfigError, PlanError
 from tokenmill.loader import batch_digest, row_digests
 from tokenmill.run.run import Run
 
@@ -171,3 +172,11 @@ def test_a_step_of_numpy_is_a_step(run):
     other.seek(3)
     assert json.dumps(loader.state_dict()) == json.dumps(other.state_dict())
     assert json.dumps(run.plan().what(np.int64(3))[0].step) == "3"
+
+
+@pytest.mark.parametrize("key", ["arrays", "columns"])
+@pytest.mark.parametrize(("names", "way_out"), [("labels", "['labels']"), (5, "[...]"), ([5], "[...]")])
+def test_names_that_are_no_list_of_names_are_refused(run, key, names, way_out):
+    message = f"{key}: must be a list of names, got {names!r}; say {key}={way_out}"
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        run.loader(**{key: names})

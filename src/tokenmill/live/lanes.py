@@ -32,6 +32,7 @@ from tokenmill.packing.packers import Policy
 from tokenmill.plan.plan import compile_plan
 from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import StageSpec
+from tokenmill.tables import names_of
 from tokenmill.types import Int64Array
 
 LONGEST_JOIN_SECONDS = 5.0
@@ -597,7 +598,7 @@ class LiveLoader(Loader):
         super().__init__(
             compile_plan([stage], sources=("text",), steps=steps),
             RankSlice(layout=Layout(dp=(rank, world_size)), micro_batch=micro_batch),
-            LoaderOptions(arrays=tuple(arrays), threads=threads, ahead=ahead, timeout=timeout),
+            LoaderOptions(arrays=names_of("arrays", arrays), threads=threads, ahead=ahead, timeout=timeout),
         )
 
     @property

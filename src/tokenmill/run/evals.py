@@ -34,6 +34,7 @@ from tokenmill.plan.stages import NOTHING, Held, StageSpec
 from tokenmill.store import Store
 from tokenmill.store.layout import is_ours
 from tokenmill.store.notes import EMPTY, hash_documents, read_hashes
+from tokenmill.tables import names_of
 from tokenmill.types import MASK_KEYS, NO_DOCUMENTS, RECORD_TYPES, Batch, BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
@@ -281,13 +282,14 @@ class Eval:
             usual, written = usual_arrays(plan), self.run.config.run.arrays
             sequences = "labels" in usual
             arrays = (*dict.fromkeys((*written, "num_loss_tokens")),) if sequences else usual
+        arrays = names_of("arrays", arrays)
         if columns:
             self.run.check_columns(columns, arrays, {part.name: part.store for part in self.parts})
         return EvalLoader(
             plan,
             RankSlice(layout=layout, micro_batch=micro_batch),
             LoaderOptions(
-                arrays=tuple(arrays),
+                arrays=arrays,
                 threads=threads,
                 prefetch=prefetch,
                 positions=self.run.config.run.positions,

@@ -25,7 +25,7 @@ from tokenmill.config.run import (
 from tokenmill.config.schedule import WHOLE_PACKINGS, limits, long_documents, read_tokens, schedule
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
-from tokenmill.tables import is_address, path_of, read_table
+from tokenmill.tables import is_address, names_of, path_of, read_table
 from tokenmill.types import MASK_KEYS, NO_DOCUMENTS, RECORD_TYPES, STORED_ARRAYS, Int64Array
 
 if TYPE_CHECKING:
@@ -613,7 +613,7 @@ class Run:
         plan = self.plan()
         if pad_to is not None:
             self._check_padding(pad_to)
-        arrays = self._arrays(plan) if arrays is None else arrays
+        arrays = names_of("arrays", self._arrays(plan) if arrays is None else arrays)
         if columns:
             self.check_columns(columns, arrays, self.stores)
         if layout.leads:
@@ -625,7 +625,7 @@ class Run:
             plan,
             RankSlice(layout=layout, micro_batch=micro_batch, balance=self.config.run.balance is not None),
             LoaderOptions(
-                arrays=tuple(arrays),
+                arrays=arrays,
                 threads=threads,
                 prefetch=prefetch,
                 positions=self.config.run.positions,
@@ -640,8 +640,7 @@ class Run:
     @staticmethod
     def check_columns(columns: Sequence[str], arrays: Sequence[str], stores: Mapping[str, Store]) -> None:
         """Refuse columns that a store does not keep, or whose rows are no records."""
-        if isinstance(columns, str):
-            raise ConfigError(f"columns: must be a list of names, got {columns!r}; say columns=[{columns!r}]")
+        columns = names_of("columns", columns)
         for name, store in stores.items():
             if store.manifest.kind not in RECORD_TYPES:
                 raise ConfigError(
