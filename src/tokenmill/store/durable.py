@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import mmap
@@ -112,21 +113,44 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
+def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
+    """Write bytes at a place of a file, all of them: one call may take fewer, as on a disk that fills up."""
+    view = memoryview(data).cast("B")
+    while view.nbytes:
+        written = os.pwrite(descriptor, view, at)
+        view, at = view[written:], at + written
+
+
 @contextmanager
-def locked(file: Path) -> Iterator[bool]:
+def locked(file: Path, seconds: float | None = None) -> Iterator[bool]:
     """Keep other processes and threads out by a lock on a file, which ends with its process.
 
+    Raises TimeoutError if another one holds the lock for more than `seconds`: it may have been stopped.
     Gives False where the file system has no locks: then nobody is kept out.
     """
     with file.open("wb") as lock:
-        try:
-            import fcntl
+        yield _flock(lock, seconds)
 
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            alone = True
-        except (ImportError, OSError):
-            alone = False
-        yield alone
+
+def _flock(lock: BinaryIO, seconds: float | None) -> bool:
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    end = time.monotonic() + (seconds or 0)
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if seconds is None else fcntl.LOCK_NB))
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise TimeoutError(
+                    errno.ETIMEDOUT, "another process holds this lock for too long", lock.name
+                ) from None
+            time.sleep(0.005)
+        except OSError:
+            return False
+        else:
+            return True
 
 
 class CheckedFile:

@@ -613,9 +613,8 @@ class Store:
 
     def bring(self, name: str) -> Path:
         """Return where a file beside the shards is; from object storage it is copied first, if it is there."""
-        for files in self.remotes:
-            files.bring(name)
-        return self.path / name
+        copies = [files.bring(name) for files in self.remotes]
+        return next((copy for copy in copies if copy is not None), self.path / name)
 
     def _fetch_key(self, begin: int, end: int, key: str) -> AnyArray:
         dtype = self.dtype(key)

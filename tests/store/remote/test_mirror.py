@@ -126,7 +126,7 @@ def test_a_mirror_of_half_the_store_fetches_hardly_more_than_the_best_of_all_cac
 
 def on_disk(mirror: Path) -> int:
     """Return how much the arrays of a mirror take on disk."""
-    return sum(file.stat().st_blocks * 512 for file in mirror.glob("*/pages/*/*.bin"))
+    return sum(file.stat().st_blocks * 512 for file in mirror.glob("*/pages/*/*.pages"))
 
 
 def test_what_is_there_is_found_after_a_restart(make_run, object_server, tmp_path):
@@ -151,7 +151,7 @@ def test_after_the_machine_was_restarted_pages_are_proven_or_fetched_anew(make_r
     ]
     (mark,) = (tmp_path / "mirror").glob("*/pages/boot")
     mark.write_text("another start of the machine")
-    data = next(iter((tmp_path / "mirror").glob("*/pages/shard-00000/sequence.bin")))
+    data = next(iter((tmp_path / "mirror").glob("*/pages/shard-00000/sequence.bin.pages")))
     with data.open("r+b") as file:  # what a power cut leaves of pages that never reached the disk
         file.write(bytes(PAGE))
     loader = Run.from_toml(tmp_path / "away.toml").loader(micro_batch=16)

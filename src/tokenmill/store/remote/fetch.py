@@ -195,6 +195,8 @@ class Network:
         """Where the small files of its stores are, and their mirror; what was counted is noted there."""
         self.stores: set[str] = set()
         """Addresses of the stores that were opened."""
+        self.told: set[str] = set()
+        """Warnings that a run gives once."""
         self._ordinal = next(_ordinals)
         self._began, self._next_note = time(), 0.0
         self._trains = False

@@ -6,13 +6,13 @@ written to take memory. So a span has an address as it has one in a local file, 
 
 from __future__ import annotations
 
+import errno
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from hashlib import file_digest
 from pathlib import Path
@@ -22,9 +22,9 @@ import numpy as np
 import xxhash
 
 from tokenmill.caches import private_folder
-from tokenmill.errors import ConfigError, StoreCorruptError, StoreMissingError
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError, TokenmillError
 from tokenmill.store import layout
-from tokenmill.store.durable import locked, new_file, write_atomically
+from tokenmill.store.durable import locked, new_file, write_all
 from tokenmill.store.reader import (
     FileRequest,
     MappedFile,
@@ -37,11 +37,12 @@ from tokenmill.store.reader import (
 )
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
-from tokenmill.store.remote.mirror import Mirror, Wanted
+from tokenmill.store.remote.mirror import Mirror, Wanted, warn_unused
 from tokenmill.store.verify import read_sums, sums_file
 from tokenmill.types import Uint64Array
 
 logger = logging.getLogger("tokenmill")
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_SUMS = (
     "%s: has no page sums, so what arrives is known by its size and version alone; `tokenmill verify "
     "--add-page-sums` adds them"
@@ -101,18 +102,28 @@ class RemoteFiles:
         folder: Path,
         manifest: layout.Manifest,
         listings: dict[str, Future[list[ObjectInfo]]],
+        *,
+        is_spare: bool = False,
     ) -> None:
+        """Read a store; `is_spare`: the folder is not in the mirror that the options name, as that has no room."""
         self.address = address
         self.network = network
         self.folder = folder
         """Where the small files are, once they were asked for."""
+        self._spare: Path | None = None
+        """Where they are instead if the disk of the folder is full."""
+        self._checked: set[Path] = set()
+        """Small files that this process has verified."""
         self.manifest = manifest
         self.objects = RemoteObjects(address, network)
         self.mirror: Mirror | None = None
-        if network.options.mirror is not None and network.options.limit_bytes != 0:
-            self.mirror = Mirror(folder, folder.parent, network)
-            self.objects.etags |= self.mirror.pins()
-            self.objects.pin = self._pin
+        if network.options.mirror is not None and network.options.limit_bytes != 0 and not is_spare:
+            try:
+                self.mirror = Mirror(folder, folder.parent, network)
+                self.objects.etags |= self.mirror.pins()
+                self.objects.pin = self._pin
+            except OSError as error:
+                warn_unused(network, folder.parent, error)
         self._numbers = {shard.name: number for number, shard in enumerate(manifest.shards)}
         self._sums: dict[str, Uint64Array | None] = {}
         self._listed: dict[str, dict[str, int]] = {}
@@ -127,10 +138,14 @@ class RemoteFiles:
         info = self.manifest.shards[shard]
         part = info.files[name]
         if name in self._indexes:
-            if not self._local(info, name).exists():
+            self._discard_wrong(self._small(f"{info.name}/{name}"), part)
+            if not self._small(f"{info.name}/{name}").exists():
                 self.bring_small(shard)
             return FileRequest(
-                self._local(info, name), part.bytes, xxh3=part.xxh3, way_out="delete it, and it is downloaded again"
+                self._small(f"{info.name}/{name}"),
+                part.bytes,
+                xxh3=part.xxh3,
+                way_out="delete it, and it is downloaded again",
             )
         return replace(self.whole(*info.place(name)), begin=part.begin, wanted=part.bytes)
 
@@ -173,7 +188,7 @@ class RemoteFiles:
     def _around(self, ranges: Sequence[Ranges]) -> list[Wanted]:
         """Return what a mirror lacks of the blocks around ranges, if it has room for them: it goes there alone."""
         mirror = self.mirror
-        if mirror is None or mirror.limit == 0:
+        if mirror is None or not mirror.keeps:
             return []
         around = [(item, *item.around) for item in ranges if item.around is not None]
         if (
@@ -231,11 +246,18 @@ class RemoteFiles:
         if name not in self._sums:
             number = self._numbers[name.partition("/")[0]]
             shard = self.manifest.shards[number]
-            file = self.folder / sums_file(shard.name)
-            if not file.exists():
+            proof = sums_file(shard.name)
+            was_here = self._small(proof).exists()
+            if not was_here:
                 self.bring_small(number)
-            if file.exists():
-                self._sums.update(read_sums(file, shard))
+            if self._small(proof).exists():
+                try:
+                    self._sums.update(read_sums(self._small(proof), shard))
+                except StoreCorruptError:
+                    if not was_here:
+                        raise
+                    self._small(proof).unlink(missing_ok=True)  # it rotted on this disk
+                    return self.sums_of(name)
             else:
                 logger.warning(_NO_SUMS, self.address / shard.name)
                 self._sums.update(dict.fromkeys(shard.stored_files))
@@ -254,13 +276,12 @@ class RemoteFiles:
 
     def bring(self, name: str) -> Path | None:
         """Return the local copy of a file beside the shards, made if need be; None where there is no such file."""
-        file = self.folder / name
-        if not file.exists():
+        if not self._small(name).exists():
             size = self.listed(name.rpartition("/")[0]).get(name)
             if size is None:
                 return None
-            self._copy([_Copy(name, 0, size, file)])
-        return file
+            self._copy([_Copy(name, 0, size, name)])
+        return self._small(name)
 
     def bring_origins(self, shard: str) -> None:
         """Copy the file that says where the documents of a shard came from: that of its unit, if there is one."""
@@ -282,8 +303,22 @@ class RemoteFiles:
             self.bring(name)
         return self.folder / folder
 
-    def _local(self, shard: layout.ShardInfo, name: str) -> Path:
-        return self.folder / shard.name / name
+    def _small(self, name: str) -> Path:
+        """Return where the copy of a small file is, or shall be."""
+        file = self.folder / name
+        return file if self._spare is None or file.exists() else self._spare / name
+
+    def _discard_wrong(self, file: Path, info: layout.FileInfo) -> None:
+        """Remove the copy of an index that is not what the manifest says; done once a process."""
+        if file in self._checked or not self.network.options.verify_pages or not file.exists():
+            return
+        with file.open("rb") as copied:
+            is_right = file_digest(copied, xxhash.xxh3_128).hexdigest() == info.xxh3
+        if is_right:
+            self._checked.add(file)
+        else:
+            logger.warning("%s: is not what its checksum says; it is fetched again; check the disk", file)
+            file.unlink(missing_ok=True)
 
     def bring_small(self, number: int = 0) -> None:
         """Copy offsets and page sums of a shard, and of those after it, which will be wanted soon: all at once."""
@@ -292,12 +327,11 @@ class RemoteFiles:
         total = 0
         for shard in self.manifest.shards[number:]:
             proof = sums_file(shard.name)
-            mine = [_Copy(proof, 0, sums[proof], self.folder / proof)] if proof in sums else []
+            mine = [_Copy(proof, 0, sums[proof], proof)] if proof in sums else []
             for name in sorted(self._indexes & shard.files.keys()):
                 part = shard.files[name]
-                mine.append(
-                    _Copy(shard.place(name)[0], part.begin, part.bytes, self._local(shard, name), part.xxh3)
-                )
+                place = shard.place(name)[0]
+                mine.append(_Copy(place, part.begin, part.bytes, f"{shard.name}/{name}", part.xxh3))
             total += sum(job.bytes for job in mine)
             if jobs and total > NEAR_BYTES:
                 break
@@ -305,22 +339,44 @@ class RemoteFiles:
         self._copy(jobs)
 
     def _copy(self, jobs: Sequence[_Copy]) -> None:
-        """Copy parts of objects to files; one process of a machine does it, the others wait."""
-        if all(job.file.exists() for job in jobs):
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder / ".lock"):
-            missing = [job for job in jobs if not job.file.exists()]
-            if missing:
-                Loop.current().start(gathered([self._copy_one(job) for job in missing])).result()
+        """Copy parts of objects to files; one process of a machine does it, the others wait.
 
-    async def _copy_one(self, job: _Copy) -> None:
-        job.file.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(job.file) as descriptor:
+        If the disk of the folder has no room, they go to a folder of this user's.
+        """
+        missing = [job for job in jobs if not self._small(job.file).exists()]
+        if not missing:
+            return
+        try:
+            self._copy_to(self._spare or self.folder, missing)
+        except OSError as error:
+            if isinstance(error, TokenmillError):
+                raise
+            spare = private_folder("remote")
+            if self._spare is None and spare is not None and spare != self.folder.parent:
+                self._spare = spare / self.folder.name
+                warn_unused(self.network, self.folder.parent, error)
+                self._copy(missing)
+                return
+            raise StoreError(
+                f"{self._spare or self.folder}: no room for the offsets and page sums of {self.address}: "
+                f"{error.strerror}; free some, or name another mirror under [remote]"
+            ) from error
+
+    def _copy_to(self, folder: Path, jobs: Sequence[_Copy]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            with suppress(TimeoutError):  # the other one was stopped, and any number may copy the same
+                stack.enter_context(locked(folder / ".lock", self.network.options.deadline))
+            missing = [job for job in jobs if not (folder / job.file).exists()]
+            if missing:
+                Loop.current().start(gathered([self._copy_one(folder / job.file, job) for job in missing])).result()
+
+    async def _copy_one(self, file: Path, job: _Copy) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with new_file(file) as descriptor:
 
             async def part(at: int, stop: int) -> None:
-                data = await self.objects.get(job.name, at, stop)
-                os.pwrite(descriptor, data, at - job.begin)
+                write_all(descriptor, await self.objects.get(job.name, at, stop), at - job.begin)
 
             await gathered([part(at, stop) for at, stop in split(job.begin, job.begin + job.bytes)])
             with open(descriptor, "rb", closefd=False) as copied:
@@ -329,6 +385,7 @@ class RemoteFiles:
                 raise StoreCorruptError(
                     f"{self.address / job.name}: checksum must be {job.xxh3}, got {checksum}; {layout.WAY_OUT}"
                 )
+        self._checked.add(file)
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +395,8 @@ class _Copy:
     name: str
     begin: int
     bytes: int
-    file: Path
+    file: str
+    """Its name below the folder of small files."""
     xxh3: str | None = None
     """What its checksum must be; None: it is checked by what reads it."""
 
@@ -367,18 +425,42 @@ def open_remote(text: str, network: Network) -> RemoteFiles:
         ) from None
     network.counters.requests += 1 + (address.endpoint is not None)
     network.counters.bytes += len(body)
-    place = Path(options.mirror).expanduser() if options.mirror else private_folder("remote")
-    if place is None:
-        raise ConfigError(
-            f"{address}: there must be a folder for its small files, got none that can be written to; name one as "
-            "mirror under [remote]"
-        )
-    network.folder = place
-    network.stores.add(str(address))
     known = xxhash.xxh3_128_hexdigest(f"{address} {address.endpoint}".encode() + body)
-    folder = place / f"{re.sub(r'[^A-Za-z0-9._-]', '-', address.name)[:40]}-{known[:16]}"
+    name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', address.name)[:40]}-{known[:16]}"
+    folder, is_spare = _store_folder(address, network, name, body)
+    network.folder = folder.parent
+    network.stores.add(str(address))
+    return RemoteFiles(address, network, folder, layout.read_manifest(folder), listings, is_spare=is_spare)
+
+
+def _store_folder(address: Address, network: Network, name: str, manifest: bytes) -> tuple[Path, bool]:
+    """Return a folder for the small files of a store, with its manifest; and whether it is not in the mirror."""
+    mirror = network.options.mirror
+    if mirror is not None:
+        place = Path(mirror).expanduser()
+        try:
+            return _with_manifest(place / name, manifest), False
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise ConfigError(
+                    f"{address}: mirror must be a folder that can be written to, got {mirror}: {error.strerror}; "
+                    "name another one under [remote]"
+                ) from error
+            warn_unused(network, place, error)
+    private = private_folder("remote")
+    if private is not None:
+        with suppress(OSError):
+            return _with_manifest(private / name, manifest), mirror is not None
+    raise ConfigError(
+        f"{address}: there must be a folder for its small files, got none that can be written to; name one as "
+        "mirror under [remote]"
+    )
+
+
+def _with_manifest(folder: Path, manifest: bytes) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    if not (folder / layout.MANIFEST).exists():
-        with locked(folder / ".lock"):
-            write_atomically(folder / layout.MANIFEST, body)
-    return RemoteFiles(address, network, folder, layout.read_manifest(folder), listings)
+    file = folder / layout.MANIFEST
+    if not file.exists() or file.read_bytes() != manifest:
+        with new_file(file) as descriptor:
+            write_all(descriptor, manifest, 0)
+    return folder

@@ -1,9 +1,12 @@
 """The mirror: a folder on local disk with the pages of remote files that were read, shared by all processes.
 
-A file of the mirror has the size of its object, with holes where pages are not here. Its table says of each page
-whether it is here, and the step at which the run needs it again. A process that fetches pages holds a lock on them,
-which ends with the process; a page counts as here once all of it was written. When the limit is reached, those
-pages go first that are needed again last, by the plan: Belady's rule, which nobody can better.
+One file has the pages of one object, with holes where pages are absent, then the states of all pages, and the steps
+at which the run needs them again. A process that fetches pages holds a lock on them, which ends with the
+process. A page is marked as present once all of it was written. Where the store has page sums, it is verified each
+time it is read. When the limit is reached, those pages go first that are needed again last, by the plan: Belady's
+rule, which nobody can better.
+
+On a disk that is full or broken, pages are not stored: they are fetched, and training continues.
 """
 
 from __future__ import annotations
@@ -16,16 +19,19 @@ import json
 import logging
 import os
 import struct
+import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
 
-from tokenmill.store.durable import locked, write_atomically
+from tokenmill.store.durable import locked, write_all, write_atomically
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.store.remote.fetch import MAX_REQUEST_BYTES, Network, RemoteObjects, gathered
 from tokenmill.store.verify import wrong_page
@@ -33,14 +39,19 @@ from tokenmill.types import BoolArray, Int64Array, Uint8Array, Uint32Array, Uint
 
 logger = logging.getLogger("tokenmill")
 ABSENT, HERE, UNPROVEN = 0, 1, 2
-"""What a page is; one that was written before the machine was last started is proven again before it is used."""
+"""States of a page. An unproven one was written before the machine was last started, so its bytes may never have
+reached the disk: it is used only if its checksum is right."""
 NEVER = 2**32 - 1
 """A step that does not come."""
 SLACK = 50
 """The limit divided by this is made free at a time, or all pages would be looked at for each block."""
 WHOLE_REQUESTS = 8
 """Requests under way for what goes to the disk alone: each is large."""
-FOLDER = "pages"
+FOLDER, SUFFIX = "pages", ".pages"
+PAGE_ROOM = PAGE_BYTES + 5
+"""Bytes of a file of the mirror for each page: the page, its state, and its next use."""
+SHORT_WAIT = 0.1
+"""Seconds to wait for pages that others have locked, once a lock was waited for in vain."""
 _FLOCK = struct.Struct("hhqqi4x" if struct.calcsize("P") == 8 else "hhqqi")
 _NONE = np.empty(0, np.int64)
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
@@ -79,74 +90,145 @@ class _Part:
     """What is under way of one object."""
 
     item: Wanted
-    table: PageTable
-    descriptors: tuple[int, int]
-    """Of the data, and of the table, whose locks are its own."""
+    pages: PageFile | None
+    """None: it cannot be opened, so nothing of it is here."""
     missing: list[tuple[int, int]] = field(default_factory=list)
     """Runs of pages that are not here."""
+    uses: list[Uint32Array] = field(default_factory=list)
+    """When the pages of each of these runs are needed again."""
     kept: frozenset[int] | None = None
     """Those of them that are worth their room; None: all."""
 
+    def states(self, first: int, end: int) -> bytes:
+        return bytes(end - first) if self.pages is None else self.pages.states(first, end)
 
-class PageTable:
-    """What is here of one object: the data with holes, and the state of each page."""
 
-    def __init__(self, file: Path, size: int) -> None:
-        self.file, self.pages = file, -(-size // PAGE_BYTES)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        table = _table_of(file)
-        for each, length in ((file, size), (table, 5 * self.pages)):
-            descriptor = os.open(each, os.O_RDWR | os.O_CREAT, 0o644)
-            try:
-                if os.fstat(descriptor).st_size != length:
-                    os.ftruncate(descriptor, length)  # a new one, or one that was cut: holes count as absent
-            finally:
-                os.close(descriptor)
-        mapped = np.empty(0, np.uint8)
-        if self.pages:  # as a plain array, of which a part is had in less time
-            mapped = np.memmap(table, np.uint8, "r+", shape=(5 * self.pages,)).view(np.ndarray)
-        self.state: Uint8Array = mapped[4 * self.pages :]
-        self.next_use: Uint32Array = mapped[: 4 * self.pages].view("<u4")
+class PageFile:
+    """An open file of the mirror: the pages of one object, then the state of each, then the next use of each.
+
+    It is one file, so that whatever removes or cuts the pages takes their states with them. It is not mapped: on a
+    full disk, or after a cut, a map would end the process.
+    """
+
+    def __init__(self, descriptor: int, pages: int) -> None:
+        self.descriptor, self.pages = descriptor, pages
+        self._states = pages * PAGE_BYTES
+        self._uses = self._states + pages
+
+    def states(self, first: int, end: int) -> bytes:
+        """Return the state of each page; one that cannot be read is absent."""
+        try:
+            found = os.pread(self.descriptor, end - first, self._states + first)
+        except OSError:
+            found = b""
+        return found.ljust(end - first, b"\0")
+
+    def next_uses(self) -> Uint32Array:
+        """Return when each page is needed again."""
+        found = os.pread(self.descriptor, 4 * self.pages, self._uses)
+        return np.frombuffer(found.ljust(4 * self.pages, b"\0"), "<u4")
+
+    def mark(self, first: int, count: int, state: int) -> None:
+        """Set the state of pages."""
+        write_all(self.descriptor, bytes([state]) * count, self._states + first)
+
+    def note_uses(self, first: int, uses: Uint32Array) -> None:
+        """Set when pages are needed again."""
+        with suppress(OSError):  # then they may go too early
+            write_all(self.descriptor, uses.astype("<u4").data.cast("B"), self._uses + 4 * first)
+
+    def drop(self, first: int, count: int) -> None:
+        """Make a hole of pages."""
+        self.mark(first, count, ABSENT)
+        _punch(self.descriptor, first * PAGE_BYTES, count * PAGE_BYTES)
+
+    def lock(self, first: int, count: int, kind: int) -> bool:
+        """Try to lock pages against other openings of the file, in this process or another; or unlock them."""
+        request = _FLOCK.pack(kind, os.SEEK_SET, first, count, 0)
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_OFD_SETLK, request)
+        except OSError:
+            return False
+        return True
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[tuple[int, int]]:
-    """Give descriptors of the data and of its table, whose locks are those of this opening alone."""
-    with file.open("r+b", buffering=0) as data, _table_of(file).open("r+b", buffering=0) as table:
-        yield data.fileno(), table.fileno()
-
-
-def lock_pages(table: int, first: int, count: int, kind: int) -> bool:
-    """Try to lock pages against other openings of a table, in this process or another; or unlock them."""
-    request = _FLOCK.pack(kind, os.SEEK_SET, first, count, 0)
+def page_file(file: Path, pages: int) -> Iterator[PageFile]:
+    """Open the file of an object; make it if it is missing, and make it anew if its size is wrong."""
+    size = pages * PAGE_ROOM
+    descriptor = _opened(file, size)
+    if descriptor is None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new, name = tempfile.mkstemp(prefix=".tmp-", dir=file.parent)
+        try:
+            os.fchmod(new, 0o644)
+            os.ftruncate(new, size)
+            with suppress(FileExistsError):  # another process was faster
+                os.link(name, file)
+        finally:
+            os.close(new)
+            os.unlink(name)
+        descriptor = _opened(file, size)
+        if descriptor is None:
+            raise OSError(errno.ESTALE, "file of the mirror was changed from outside", str(file))
     try:
-        fcntl.fcntl(table, fcntl.F_OFD_SETLK if hasattr(fcntl, "F_OFD_SETLK") else fcntl.F_SETLK, request)
-    except OSError as error:
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
-        if kind == fcntl.F_UNLCK:
-            return True
-        raise
-    return True
+        yield PageFile(descriptor, pages)
+    finally:
+        os.close(descriptor)
+
+
+def _opened(file: Path, size: int) -> int | None:
+    """Return a descriptor of a file of this size; one of another size is removed."""
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    if os.fstat(descriptor).st_size == size:
+        return descriptor
+    os.close(descriptor)
+    file.unlink(missing_ok=True)
+    return None
 
 
 class Mirror:
     """The pages of one store that are on this disk."""
 
     def __init__(self, folder: Path, root: Path, network: Network) -> None:
-        """Open the mirror of a store in its own folder, one of those below `root` that share a limit."""
+        """Open the mirror of a store in its own folder, one of those below `root` that share a limit.
+
+        Raises OSError where the disk has no room or no locks.
+        """
+        if sys.platform != "linux":
+            raise OSError(errno.ENOTSUP, "a mirror needs the locks and holes of Linux", str(root))
         self.folder, self.root, self.network = folder / FOLDER, root, network
-        self._lock = root / ".mirror.lock"
+        self._lock, self._pin_lock = root / ".mirror.lock", self.folder / ".lock"
         self.limit = network.options.limit_bytes
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._tables: dict[str, PageTable] = {}
-        self._keeps = self.limit != 0
+        self.keeps = True
+        """Whether pages are still stored."""
+        self._patience = network.options.deadline
+        """Seconds to wait for pages that another process has locked."""
         self._last, self._missed = NEVER, 0
         """When pages were last let go, those needed again after this step were not worth their room; and how many
         bytes had no room since."""
-        with locked(self._lock):
+        with self._locked(self._lock, network.options.deadline):
             self._notice_restart()
-            self._write_used(sum(int(np.count_nonzero(state)) for _, state, _ in self._all()) * PAGE_BYTES)
+            self._write_used(sum(int(np.count_nonzero(states)) for _, states, _ in self._all()) * PAGE_BYTES)
+            with (self.folder / "boot").open("rb") as file:
+                if not PageFile(file.fileno(), 0).lock(0, 1, fcntl.F_RDLCK):
+                    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(self.folder))
+
+    @contextmanager
+    def _locked(self, file: Path, seconds: float) -> Iterator[None]:
+        with locked(file, seconds) as is_locked:
+            if not is_locked:
+                raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), str(file))
+            yield
+
+    def _stop(self, error: OSError) -> None:
+        """Store no more pages, as the disk or another process does not let us."""
+        self.keeps = False
+        warn_unused(self.network, self.root, error)
 
     # Versions of objects.
 
@@ -154,29 +236,43 @@ class Mirror:
         """Return the versions of objects whose pages are here."""
         try:
             return dict(json.loads((self.folder / "versions.json").read_bytes()))
-        except (OSError, ValueError):
+        except (OSError, ValueError, TypeError):
             return {}
 
     def pin(self, name: str, etag: str) -> str:
         """Note the version of an object, unless one is noted; return the one that counts."""
-        with locked(self._lock):
-            known = self.pins()
-            if name not in known:
-                write_atomically(self.folder / "versions.json", json.dumps({**known, name: etag}).encode())
-            return known.get(name, etag)
+        # The requests of this process wait meanwhile, so not for long, and not for the disk: after a crash of the
+        # machine nothing is trusted anyway.
+        try:
+            with self._locked(self._pin_lock, self.network.options.deadline / 12):
+                known = self.pins()
+                if name not in known and self.keeps:
+                    partial = self.folder / ".versions.tmp"
+                    partial.write_text(json.dumps({**known, name: etag}))
+                    partial.replace(self.folder / "versions.json")
+                return known.get(name, etag)
+        except OSError as error:
+            self._stop(error)  # pages of an unknown version must not be stored
+            return self.pins().get(name, etag)
 
     # Filling.
 
     def lacking(self, name: str, size: int, begins: Int64Array, ends: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the parts of ranges of whole pages that are not here, in order."""
-        state = self._table(name, size).state
-        runs = [
-            (first + begin, first + end)
-            for first, last in zip((begins // PAGE_BYTES).tolist(), (-(-ends // PAGE_BYTES)).tolist(), strict=True)
-            for begin, end in _runs(state[first:last] == ABSENT)
-        ]
-        pages = np.array(runs, np.int64).reshape(-1, 2) * PAGE_BYTES
-        return pages[:, 0], np.minimum(pages[:, 1], size)
+        """Return the parts of ranges of whole pages that are not here, in order; none if nothing can be stored."""
+        try:
+            with self._page_file(name, size) as pages:
+                runs = [
+                    run
+                    for first, end in zip(
+                        (begins // PAGE_BYTES).tolist(), (-(-ends // PAGE_BYTES)).tolist(), strict=True
+                    )
+                    for run in _absent(pages.states(first, end), first)
+                ]
+        except OSError as error:
+            self._stop(error)
+            return _NONE, _NONE
+        lacking = np.array(runs, np.int64).reshape(-1, 2) * PAGE_BYTES
+        return lacking[:, 0], np.minimum(lacking[:, 1], size)
 
     async def fill(self, objects: RemoteObjects, wanted: Sequence[Wanted]) -> None:
         """Bring all that is wanted into memory: from disk what is here, from the object what is not."""
@@ -184,22 +280,30 @@ class Mirror:
         at_a_time = asyncio.Semaphore(WHOLE_REQUESTS if to_disk_alone else self.network.options.concurrency)
         with ExitStack() as stack:
             parts = [self._begin(item, stack) for item in wanted]
-            self._make_room(parts)
+            await self._make_room(parts)
             await gathered([self._bring(objects, part, run, at_a_time) for part in parts for run in part.missing])
 
     def _begin(self, item: Wanted, stack: ExitStack) -> _Part:
         """Read what is here of an object, before anything leaves; and note when all of it is needed again."""
-        table, pages = self._table(item.name, item.size), item.pages
-        part = _Part(item, table, stack.enter_context(_opened(table.file)))
-        if item.next_use is not None:
-            table.next_use[pages] = np.minimum(item.next_use, NEVER)
-        elif self.limit is not None:
-            table.next_use[pages[table.state[pages] == ABSENT]] = NEVER  # nobody knows, so it goes first
+        part, at = _Part(item, None), 0
+        try:
+            part.pages = stack.enter_context(self._page_file(item.name, item.size))
+        except OSError as error:
+            self._stop(error)
+        all_uses = None if item.next_use is None else np.minimum(item.next_use, NEVER).astype(np.uint32)
         firsts, ends = item.begins // PAGE_BYTES, -(-item.ends // PAGE_BYTES)
         for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
-            for at, stop in _parts(table.state, first, end):
-                if not self._read(part, at, stop):
-                    part.missing.append((at, stop))
+            # Where nobody knows when a page is needed again, it goes first.
+            uses = np.full(end - first, NEVER, np.uint32) if all_uses is None else all_uses[at : at + end - first]
+            at += end - first
+            if all_uses is not None and part.pages is not None:
+                part.pages.note_uses(first, uses)
+            for begin, stop in _parts(part.states(first, end), first):
+                if not self._read(part, begin, stop):
+                    part.missing.append((begin, stop))
+                    part.uses.append(uses[begin - first : stop - first])
+                    if all_uses is None and self.limit is not None and part.pages is not None:
+                        part.pages.note_uses(begin, part.uses[-1])
         return part
 
     async def _bring(
@@ -207,95 +311,146 @@ class Mirror:
     ) -> None:
         """Fetch pages that are not here, unless another process does: then wait for it, or for its end."""
         first, end = run
-        pause = 0.002
         async with at_a_time:
-            while not lock_pages(part.descriptors[1], first, end - first, fcntl.F_WRLCK):
+            began, pause = monotonic(), 0.002
+            while part.pages is not None and not part.pages.lock(first, end - first, fcntl.F_WRLCK):
                 if self._read(part, first, end):
+                    return
+                if monotonic() - began > self._patience:
+                    self._patience = min(SHORT_WAIT, self._patience)
+                    _warn(
+                        self.network,
+                        "%s: another process keeps pages of this mirror locked, so they are not stored; if "
+                        "it was stopped, continue or end it: `lslocks` names it",
+                        self.root,
+                    )
+                    await self._fetch(objects, part, first, end, keep=False)
                     return
                 await asyncio.sleep(pause)
                 pause = min(0.05, 2 * pause)
+            if part.pages is None:
+                await self._fetch(objects, part, first, end, keep=False)
+                return
             try:
                 # The process that held the lock before may have brought some of them.
-                for at, stop in _parts(part.table.state, first, end):
+                for at, stop in _parts(part.states(first, end), first):
                     if not self._read(part, at, stop, lock=False):
                         await self._fetch(objects, part, at, stop)
             finally:
-                lock_pages(part.descriptors[1], first, end - first, fcntl.F_UNLCK)
+                part.pages.lock(first, end - first, fcntl.F_UNLCK)
 
-    async def _fetch(self, objects: RemoteObjects, part: _Part, first: int, end: int) -> None:
+    async def _fetch(self, objects: RemoteObjects, part: _Part, first: int, end: int, *, keep: bool = True) -> None:
         item = part.item
+        if item.out is None and not (keep and self.keeps):
+            return
         begin, stop = first * PAGE_BYTES, min(end * PAGE_BYTES, item.size)
         data = np.frombuffer(await objects.get(item.name, begin, stop, item.prover(begin)), np.uint8)
         if item.out is not None:
             item.out[begin:stop] = data
-        self._keep(part, data, first, end)
+        if keep:
+            self._keep(part, data, first, end)
 
     def _read(self, part: _Part, first: int, end: int, *, lock: bool = True) -> bool:
-        """Read pages from disk, if all of them are here, with a lock that keeps them from leaving meanwhile."""
-        table, item, (data, locks) = part.table, part.item, part.descriptors
-        if not table.state[first:end].all():
+        """Read pages from disk and verify them; return whether all of them are here, and right.
+
+        A lock keeps them from leaving meanwhile.
+        """
+        pages, out = part.pages, part.item.out
+        if pages is None or ABSENT in pages.states(first, end):
             return False
-        if item.out is None:
+        if out is None:
             return True
-        if lock and not lock_pages(locks, first, end - first, fcntl.F_RDLCK):
+        if lock and not pages.lock(first, end - first, fcntl.F_RDLCK):
             return False
         try:
-            state = table.state[first:end].copy()
-            begin, stop = first * PAGE_BYTES, min(end * PAGE_BYTES, item.size)
-            if not state.all() or os.preadv(data, [item.out[begin:stop].data], begin) != stop - begin:
-                return False
-            if (state == UNPROVEN).any():
-                prove = item.prover(begin)
-                if prove is None or prove(item.out[begin:stop]) is not None:
-                    table.state[first:end] = ABSENT
-                    return False
-                table.state[first:end] = HERE
-            self.network.counters.hits += stop - begin
-            return True
+            is_right = self._is_right(part.item, pages, out, first, end)
+        except OSError:  # a bad place of the disk: the pages are fetched, and written again
+            is_right = False
         finally:
             if lock:
-                lock_pages(locks, first, end - first, fcntl.F_UNLCK)
+                pages.lock(first, end - first, fcntl.F_UNLCK)
+        return is_right
+
+    def _is_right(self, item: Wanted, pages: PageFile, out: Uint8Array, first: int, end: int) -> bool:
+        states, begin, stop = pages.states(first, end), first * PAGE_BYTES, min(end * PAGE_BYTES, item.size)
+        prove = item.prover(begin)
+        if ABSENT in states or (prove is None and UNPROVEN in states):
+            return False
+        if os.preadv(pages.descriptor, [out[begin:stop].data], begin) != stop - begin:
+            return False
+        wrong = None if prove is None else prove(out[begin:stop])
+        if wrong is not None:
+            self.network.counters.corrupt += 1
+            if states[wrong - first] == HERE:
+                _warn(
+                    self.network,
+                    "%s: a page of this mirror is not what its checksum says, so it is fetched again; "
+                    "look for errors of the disk",
+                    self.root,
+                )
+            pages.mark(wrong, 1, ABSENT)
+            return False
+        if UNPROVEN in states:
+            pages.mark(first, end - first, HERE)
+        self.network.counters.hits += stop - begin
+        return True
 
     def _keep(self, part: _Part, data: Uint8Array, first: int, end: int) -> None:
         """Write pages that were fetched, unless they are not worth their room."""
-        if not self._keeps:
+        pages = part.pages
+        if not self.keeps or pages is None:
             return
         runs = [(0, end - first)]
         if part.kept is not None:
             worth = [page in part.kept for page in range(first, end)]
             runs = runs if all(worth) else _runs(worth) if any(worth) else []
-        try:
-            for at, stop in runs:
-                block = data[at * PAGE_BYTES : stop * PAGE_BYTES]
-                os.pwrite(part.descriptors[0], block.data, (first + at) * PAGE_BYTES)
+        for at, stop in runs:
+            block = data[at * PAGE_BYTES : stop * PAGE_BYTES]
+            try:
+                write_all(pages.descriptor, block.data, (first + at) * PAGE_BYTES)
                 # Only now: a process that dies before leaves nothing to trust.
-                part.table.state[first + at : first + stop] = HERE
-        except OSError as error:
-            self._keeps = False
-            logger.warning("%s: nothing more can be kept in this mirror: %s", self.root, error)
+                pages.mark(first + at, stop - at, HERE)
+            except OSError as error:
+                with suppress(OSError):
+                    pages.drop(first + at, stop - at)  # the room of what was written of them
+                self._stop(error)
+                return
 
     # Room.
 
-    def _make_room(self, parts: Sequence[_Part]) -> None:
+    async def _make_room(self, parts: Sequence[_Part]) -> None:
         """Say which of the missing pages are kept, and let others go if need be."""
-        if self.limit is None or not self._keeps or not parts:
+        if self.limit is None or not any(part.missing for part in parts):
             return
+        end, pause = monotonic() + self._patience, 0.002
+        while self.keeps:
+            try:
+                with self._locked(self._lock, 0):
+                    self._settle_room(parts)
+                    return
+            except TimeoutError as error:
+                if monotonic() > end:
+                    self._stop(error)
+            except OSError as error:
+                self._stop(error)
+            await asyncio.sleep(pause)
+            pause = min(0.05, 2 * pause)
+
+    def _settle_room(self, parts: Sequence[_Part]) -> None:
+        assert self.limit is not None
         pages = [np.concatenate([np.arange(*run) for run in part.missing] or [_NONE]) for part in parts]
-        new = np.concatenate([part.table.next_use[each] for part, each in zip(parts, pages, strict=True)])
+        new: Uint32Array = np.concatenate([uses for part in parts for uses in part.uses])
         size = new.size * PAGE_BYTES
-        if not size:
+        used = self._read_used()
+        if used + size <= self.limit:
+            self._write_used(used + size)
             return
-        with locked(self._lock):
-            used = self._read_used()
-            if used + size <= self.limit:
-                self._write_used(used + size)
-                return
-            self._missed += size
-            worth = new < self._last
-            if self._missed >= self.limit // SLACK or used + np.count_nonzero(worth) * PAGE_BYTES > self.limit:
-                self._missed = 0
-                used, worth = self._evict(new)
-            self._write_used(used + int(np.count_nonzero(worth)) * PAGE_BYTES)
+        self._missed += size
+        worth = new < self._last
+        if self._missed >= self.limit // SLACK or used + np.count_nonzero(worth) * PAGE_BYTES > self.limit:
+            self._missed = 0
+            used, worth = self._evict(new)
+        self._write_used(used + int(np.count_nonzero(worth)) * PAGE_BYTES)
         edges = np.cumsum([0, *(each.size for each in pages)])
         for number, part in enumerate(parts):
             part.kept = frozenset(pages[number][worth[edges[number] : edges[number + 1]]].tolist())
@@ -307,7 +462,7 @@ class Mirror:
         """
         assert self.limit is not None
         tables = list(self._all())
-        present = [np.flatnonzero(state != ABSENT) for _, state, _ in tables]
+        present = [np.flatnonzero(states != ABSENT) for _, states, _ in tables]
         next_uses = [next_use[pages] for pages, (_, _, next_use) in zip(present, tables, strict=True)]
         steps = np.concatenate([*next_uses, new])
         room = max(1, (self.limit - self.limit // SLACK) // PAGE_BYTES)
@@ -320,53 +475,56 @@ class Mirror:
         at_last = np.flatnonzero(steps == self._last)
         stays[at_last[: room - int(np.count_nonzero(stays))]] = True
         used, begin = 0, 0
-        for pages, (file, state, _) in zip(present, tables, strict=True):
+        for pages, (file, states, _) in zip(present, tables, strict=True):
             gone = pages[~stays[begin : begin + pages.size]]
             begin += pages.size
-            used += pages.size * PAGE_BYTES - self._drop(file, state, gone)
+            used += pages.size * PAGE_BYTES - self._drop(file, states.size, gone)
         return used, stays[begin:]
 
-    def _drop(self, file: Path, state: Uint8Array, pages: Int64Array) -> int:
+    def _drop(self, file: Path, num_pages: int, gone: Int64Array) -> int:
         """Make holes of pages that nobody reads now; return how many bytes went."""
-        if not pages.size:
+        if not gone.size:
             return 0
         dropped = 0
-        heads = np.flatnonzero(np.concatenate([[True], np.diff(pages) > 1]))
-        counts = np.diff(np.append(heads, pages.size))
-        with _opened(file) as (data, table):
-            for first, count in zip(pages[heads].tolist(), counts.tolist(), strict=True):
-                if lock_pages(table, first, count, fcntl.F_WRLCK):
-                    state[first : first + count] = ABSENT
-                    _punch(data, first * PAGE_BYTES, count * PAGE_BYTES)
-                    lock_pages(table, first, count, fcntl.F_UNLCK)
+        heads = np.flatnonzero(np.concatenate([[True], np.diff(gone) > 1]))
+        counts = np.diff(np.append(heads, gone.size))
+        with page_file(file, num_pages) as pages:
+            for first, count in zip(gone[heads].tolist(), counts.tolist(), strict=True):
+                if pages.lock(first, count, fcntl.F_WRLCK):
+                    try:
+                        pages.drop(first, count)
+                    finally:
+                        pages.lock(first, count, fcntl.F_UNLCK)
                     dropped += count * PAGE_BYTES
         self.network.counters.evicted += dropped
         return dropped
 
     # What all processes share.
 
-    def _table(self, name: str, size: int) -> PageTable:
-        if name not in self._tables:
-            self._tables[name] = PageTable(self.folder / name, size)
-        return self._tables[name]
+    def _page_file(self, name: str, size: int) -> AbstractContextManager[PageFile]:
+        return page_file(self.folder / f"{name}{SUFFIX}", -(-size // PAGE_BYTES))
 
     def _all(self) -> Iterator[tuple[Path, Uint8Array, Uint32Array]]:
-        """Yield data file, states and steps of every object of every store below the root."""
-        for table in sorted(self.root.glob(f"*/{FOLDER}/**/*.table")):
-            data, size = table.with_suffix(""), table.stat().st_size // 5
-            if size and data.exists():
-                mapped = np.memmap(table, np.uint8, "r+", shape=(5 * size,))
-                yield data, mapped[4 * size :], mapped[: 4 * size].view("<u4")
+        """Yield file, states and next uses of every object of every store below the root."""
+        for file in sorted(self.root.glob(f"*/{FOLDER}/**/*{SUFFIX}")):
+            with suppress(FileNotFoundError):
+                num_pages, rest = divmod(file.stat().st_size, PAGE_ROOM)
+                if not rest:
+                    with page_file(file, num_pages) as pages:
+                        states = np.frombuffer(pages.states(0, num_pages), np.uint8)
+                        yield file, states, pages.next_uses()
 
     def _notice_restart(self) -> None:
         """Trust no page that was written before the machine was last started: its bytes may not be on the disk."""
         boot = _boot()
         mark = self.folder / "boot"
-        before = mark.read_text() if mark.exists() else ""
+        before = mark.read_text(errors="replace") if mark.exists() else ""
         if before != boot:
-            for file, state, _ in self._all():
-                if before and self.folder in file.parents:
-                    state[state == HERE] = UNPROVEN
+            for file, states, _ in self._all():
+                if self.folder in file.parents:
+                    with page_file(file, states.size) as pages:
+                        for first, end in _runs(states == HERE):
+                            pages.mark(first, end - first, UNPROVEN)
             write_atomically(mark, boot.encode())
 
     def _read_used(self) -> int:
@@ -375,20 +533,38 @@ class Mirror:
         return 0
 
     def _write_used(self, used: int) -> None:
-        (self.root / ".used").write_text(str(used))
+        # In place and always of the same size: a full disk must not empty it.
+        descriptor = os.open(self.root / ".used", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            write_all(descriptor, b"%020d" % used, 0)
+        finally:
+            os.close(descriptor)
 
 
-def _table_of(file: Path) -> Path:
-    return file.with_name(f"{file.name}.table")
+def warn_unused(network: Network, root: Path, error: OSError) -> None:
+    """Warn once a run that nothing more can be written to a mirror."""
+    text = "%s: nothing more can be stored in this mirror: %s; training continues, and fetches what is not in it"
+    _warn(network, text, root, error.strerror or error)
 
 
-def _parts(state: Uint8Array, first: int, end: int) -> list[tuple[int, int]]:
-    """Return pages `first` to `end` as runs that are each here or each absent, none longer than a request."""
-    pages = state[first:end].tobytes()  # a few, nearly always all alike: numpy would take ten times as long
-    num_absent, most = pages.count(ABSENT), MAX_REQUEST_BYTES // PAGE_BYTES
-    runs = [(0, len(pages))]
-    if num_absent not in (0, len(pages)):
-        absent = np.frombuffer(pages, np.uint8) == ABSENT
+def _warn(network: Network, text: str, *values: object) -> None:
+    if text not in network.told:
+        network.told.add(text)
+        logger.warning(text, *values)
+
+
+def _absent(states: bytes, first: int) -> list[tuple[int, int]]:
+    """Return the runs of absent pages, of pages from `first` on."""
+    return [(first + begin, first + end) for begin, end in _runs(np.frombuffer(states, np.uint8) == ABSENT)]
+
+
+def _parts(states: bytes, first: int) -> list[tuple[int, int]]:
+    """Return pages from `first` on as runs that are each here or each absent, none longer than a request."""
+    # A few, nearly always all alike: numpy would take ten times as long.
+    num_absent, most = states.count(ABSENT), MAX_REQUEST_BYTES // PAGE_BYTES
+    runs = [(0, len(states))]
+    if num_absent not in (0, len(states)):
+        absent = np.frombuffer(states, np.uint8) == ABSENT
         runs = [*_runs(absent), *_runs(~absent)]
     return [(first + at, first + min(at + most, stop)) for begin, stop in runs for at in range(begin, stop, most)]
 
