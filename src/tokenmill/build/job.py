@@ -534,6 +534,7 @@ def open_setting(
 ) -> Setting:
     """List the files and open the tokenizer, as `prepare` was asked to."""
     settled = settle_recipe(recipe, options)
+    options = _with_framing(options, settled)
     journal = Journal(Path(path_of("out", out)).expanduser())
     files = _input_files(inputs, journal.out, options)
     tokenizer = path_of("tokenizer", tokenizer)
@@ -541,6 +542,12 @@ def open_setting(
         job, opened, warning = _new_job(journal, tokenizer, settled, options, files, map)
         framing = _settle_framing(tokenizer, settled, options, opened)
     return Setting(journal=journal, files=files, job=job, opened=opened, warning=warning, framing=framing)
+
+
+def _with_framing(options: PrepareOptions, recipe: Recipe) -> PrepareOptions:
+    """Return options that have BOS and EOS of the recipe where they do not specify them."""
+    framing = {name: getattr(recipe.framing, name) for name, value in options.framing().items() if value is None}
+    return replace(options, **framing)
 
 
 def _input_files(

@@ -369,6 +369,9 @@ class Framing:
     add_eos: bool | None = None
     bos_token: str | None = None
     eos_token: str | None = None
+    chat_bos: bool | None = None
+    """Whether BOS is put before a conversation whose template writes none. None: only where `add_bos` says so, or
+    before the built-in template if texts start with BOS."""
 
 
 def identify(vocabulary: Vocabulary, framing: Framing) -> TokenizerIdentity:

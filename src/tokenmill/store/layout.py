@@ -293,11 +293,11 @@ class Manifest:
 
     @property
     def starts_with_bos(self) -> bool:
-        """Whether documents start with BOS; a chat template may write none before conversations."""
+        """Whether documents start with BOS; conversations may differ in that from texts."""
         recipe = self.recipe.get("recipe")
         template = recipe.get("chat_template") if isinstance(recipe, Mapping) else None
-        lacks = isinstance(template, Mapping) and template.get("bos") == "none"
-        return bool(self.tokenizer.get("add_bos")) and not lacks
+        chats = template.get("bos") if isinstance(template, Mapping) else None
+        return chats == "added" or (bool(self.tokenizer.get("add_bos")) and chats != "none")
 
     @property
     def storage(self) -> str:

@@ -191,6 +191,8 @@ def _check_files(
                     _check_index(request, *shard.size_of(indexes[name]))
                 elif name in ids:
                     _check_ids(request, manifest.keys[ids[name]], int(manifest.tokenizer["vocab_size"]))
+        with collected(problems, store.path):
+            _check_meta(store, number)
         if sums and len(problems) == before:
             with collected(problems, store.path):
                 _settle_sums(store, shard, {name: np.array(pages, np.uint64) for name, pages in sums.items()})
@@ -213,6 +215,19 @@ def _check_files(
         tokens=manifest.tokens,
         fingerprint=store.fingerprint,
     )
+
+
+def _check_meta(store: Store, number: int) -> None:
+    """Refuse a `meta.json` in a shard, by which AstrAI reads it, that differs from the manifest."""
+    file = store.path / store.manifest.shards[number].name / "meta.json"
+    if store.remotes or not file.is_file():
+        return
+    from tokenmill.store.foreign.export import meta_of  # late: it needs this module
+
+    if file.read_bytes() != meta_of(store, number):
+        raise StoreCorruptError(
+            f"{file}: must describe the arrays as {MANIFEST} does, got another text; run the Pipeline again"
+        )
 
 
 def _whole(store: Store, shard: layout.ShardInfo) -> Request:

@@ -473,31 +473,44 @@ def refuse_foreign_shards(path: Path) -> None:
 # A shard as one HDF5 file, its arrays contiguous, so that they are mapped in place like any other.
 
 H5_MAGIC = b"\x89HDF\r\n\x1a\n"
-INDEX_GROUP = "tokenmill"
-"""Where a file keeps its indexes; every other group is an array, with its values in `data_0`."""
 _ALIGNMENT = 64
+_MARK = b"tokenmill indexes"
+"""Last bytes of a shard of ours."""
+_OLD_MARK = b"tokenmill"
+"""A group of that name had the indexes in files of earlier versions."""
 
 
 def to_h5(folder: Path, shard: ShardInfo, keys: Mapping[str, str]) -> ShardInfo:
-    """Turn the finished folder of a shard into a `.h5` file beside it, and remove the folder."""
+    """Turn the finished folder of a shard into a `.h5` file beside it, and remove the folder.
+
+    Every group of the file is an array, with its values in `data_0`, as AstrAI has it. The indexes stand after the
+    end of HDF5, where its readers do not look: AstrAI takes every group for an array.
+    """
     target = folder.with_name(f"{folder.name}.h5")
-    datasets = {layout.key_file(key): (f"{key}/data_0", np.dtype(dtype)) for key, dtype in keys.items()}
+    arrays = {layout.key_file(key): (key, np.dtype(dtype)) for key, dtype in keys.items()}
     begins: dict[str, int] = {}
     with import_h5py("storage h5", "write").File(
         target, "w", libver="v108", alignment_threshold=1, alignment_interval=_ALIGNMENT, track_order=False
     ) as file:
-        for name, info in shard.files.items():
-            index = f"{INDEX_GROUP}/{name.removesuffix('.bin')}"
-            path, dtype = datasets.get(name, (index, np.dtype("|u1")))
-            count = info.bytes // dtype.itemsize
-            dataset = file.create_dataset(path, (count,), dtype, track_times=False)
+        for name, (key, dtype) in arrays.items():
+            count = shard.files[name].bytes // dtype.itemsize
+            dataset = file.create_dataset(f"{key}/data_0", (count,), dtype, track_times=False)
             if count:
                 source = np.memmap(folder / name, dtype, "r")
                 for begin in range(0, count, _BLOCK):
                     dataset[begin : begin + _BLOCK] = source[begin : begin + _BLOCK]
                 begins[name] = int(dataset.id.get_offset())
-    with target.open("rb") as written:
+    with target.open("r+b") as written:
+        written.seek(0, os.SEEK_END)
+        for name in (name for name in shard.files if name not in arrays):
+            written.write(bytes(-written.tell() % _ALIGNMENT))
+            begins[name] = written.tell()
+            with (folder / name).open("rb") as index:
+                shutil.copyfileobj(index, written, _BLOCK)
+        written.write(_MARK)
+        written.flush()
         os.fsync(written.fileno())
+        written.seek(0)
         checksum = file_digest(written, xxhash.xxh3_128).hexdigest()
     sync_folder(target.parent)
     shutil.rmtree(folder)
@@ -510,11 +523,11 @@ def to_h5(folder: Path, shard: ShardInfo, keys: Mapping[str, str]) -> ShardInfo:
 
 
 def is_container(file: Path) -> bool:
-    """Whether a file was made by `to_h5`: it has the group that only ours have."""
+    """Whether a file was made by `to_h5`: it ends as only ours do, or has the group that older ones have."""
     if not file.stat().st_size:
         return False
     with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return data[:8] == H5_MAGIC and data.find(INDEX_GROUP.encode()) >= 0
+        return data[:8] == H5_MAGIC and (data[-len(_MARK) :] == _MARK or data.find(_OLD_MARK) >= 0)
 
 
 def import_h5py(where: object, use: str) -> Any:  # noqa: ANN401 - h5py ships no types

@@ -16,12 +16,12 @@ from tokenmill.adapters.astrai.dataset import (
     DatasetFactory,
     DPODataset,
     GRPODataset,
-    Pipeline,
     SEQDataset,
     SFTDataset,
     dpo_collate_fn,
     grpo_collate_fn,
 )
+from tokenmill.adapters.astrai.pipeline import Pipeline
 from tokenmill.adapters.astrai.sampler import ResumableDistributedSampler
 from tokenmill.adapters.astrai.store import H5Store, MmapStore, Store, StoreFactory, detect_format
 

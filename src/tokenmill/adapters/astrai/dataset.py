@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass, replace
 from operator import index as as_index
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 
+from tokenmill.adapters.astrai.pipeline import Pipeline
 from tokenmill.adapters.astrai.store import (
     Store,
     StoreFactory,
@@ -21,7 +21,6 @@ from tokenmill.adapters.astrai.store import (
     dtype_of,
     refuse_unknown,
 )
-from tokenmill.build import PrepareOptions, PrepareReport, prepare
 from tokenmill.build.cached import cached_store
 from tokenmill.errors import ConfigError, PlanError, StoreError
 from tokenmill.fingerprint import digest
@@ -29,9 +28,6 @@ from tokenmill.store.foreign.files import files_of
 from tokenmill.store.layout import is_ours, token_keys
 from tokenmill.tables import check_choice, check_positive, read_json
 from tokenmill.types import TRAINING_TYPES
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 Item = dict[str, Value]
 
@@ -379,58 +375,3 @@ def _prepared(
         where=f"DatasetFactory.load: {records[0].parent}",
         recipe=Pipeline(recipe, [], folder, tokenizer).config,
     )
-
-
-class Pipeline:
-    """Prepares a store of ours with a recipe of AstrAI or of ours.
-
-    A store of ours and not AstrAI's files: what its pipeline writes of groups, and of pairs as `.bin`, has no
-    boundaries of records and cannot be read back, and has no checksums. `DatasetFactory.load` reads both.
-    """
-
-    def __init__(
-        self,
-        config: str | os.PathLike[str] | Mapping[str, object] | DataclassInstance,
-        input_paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        output_dir: str | os.PathLike[str],
-        tokenizer_path: str | os.PathLike[str],
-        **unknown: object,
-    ) -> None:
-        """Check the recipe; `config` is AstrAI's own object, a path, a table, or the name of a preset."""
-        refuse_unknown(type(self), unknown)
-        from tokenmill.encode.recipe import load_recipe
-
-        if not isinstance(config, str | os.PathLike | Mapping):
-            if not is_dataclass(config):
-                raise ConfigError(
-                    f"Pipeline: config must be a PipelineConfig, a path, a table or the name of a preset, got "
-                    f"{type(config).__name__}; pass one of these"
-                )
-            config = asdict(config)
-        recipe = load_recipe(os.fspath(config) if isinstance(config, os.PathLike) else config)
-        if recipe.kind != "seq":
-            # AstrAI writes both into every config, and asks for them of plain text alone.
-            limits = replace(recipe.preprocessing, min_chars=0, max_chars=None)
-            recipe = replace(recipe, preprocessing=limits)
-        self.config = recipe.to_json()
-        self.paths = input_paths
-        self.output_dir = output_dir
-        self.tokenizer_path = os.fspath(tokenizer_path)
-
-    def run(
-        self, *, workers: int | None = None, rebuild: bool = False, on_error: str = "stop", **unknown: object
-    ) -> PrepareReport:
-        """Prepare the store, or go on where that was interrupted; a record that cannot be encoded stops it.
-
-        With `on_error="skip"` such records are left out, as in AstrAI; the report and the store count them.
-        """
-        refuse_unknown(self.run, unknown)
-        return prepare(
-            self.paths,
-            out=self.output_dir,
-            tokenizer=self.tokenizer_path,
-            recipe=self.config,
-            workers=workers,
-            rebuild=rebuild,
-            options=PrepareOptions(on_error=on_error),
-        )

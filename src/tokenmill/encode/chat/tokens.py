@@ -345,10 +345,16 @@ class ChatEncoder:
         return not controls or controls[0].begin > 0 or controls[0].id != self.tokenizer.identity.bos_id
 
     @property
+    def adds_own_bos(self) -> bool:
+        """Whether conversations start with BOS although texts do not."""
+        return self._adds_bos and not self.tokenizer.identity.add_bos
+
+    @property
     def _adds_bos(self) -> bool:
-        return self.tokenizer.identity.add_bos and (
-            self.template.built_in if self.add_bos is None else self.add_bos
-        )
+        identity = self.tokenizer.identity
+        if self.add_bos is None:
+            return identity.add_bos and self.template.built_in
+        return self.add_bos and identity.bos_id is not None
 
     def _shown(self) -> Rendered | None:
         """Return a plain question and answer; None where the template takes none."""

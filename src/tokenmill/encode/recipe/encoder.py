@@ -256,7 +256,7 @@ def _open_chat(
         train_on=("assistant",) if group else recipe.trained_roles or ("assistant",),
         last_only=group or recipe.train_turns == "last",
         kwargs=dict(recipe.chat_template_kwargs),
-        add_bos=add_bos,
+        add_bos=add_bos if recipe.framing.chat_bos is None else recipe.framing.chat_bos,
     )
 
 
@@ -338,9 +338,11 @@ class RecordEncoder:
         """Return what the arrays depend on beside the tokenizer: the recipe and its chat template."""
         if self.chat is None:
             return {**self.recipe.to_json(), "chat_template": None}
-        # Stores from before this key have BOS before all conversations: without it, that is meant still.
-        lacking = {"bos": "none"} if self.chat.lacks_bos else {}
-        return {**self.recipe.to_json(), "chat_template": {**self.chat.template.to_json(), **lacking}}
+        # Without this key conversations start with BOS if texts do, as in stores from before there was one.
+        only_chats = all(variant.template for variant in self.recipe.variants)
+        adds_bos = only_chats and self.chat.adds_own_bos
+        bos = {"bos": "none"} if self.chat.lacks_bos else {"bos": "added"} if adds_bos else {}
+        return {**self.recipe.to_json(), "chat_template": {**self.chat.template.to_json(), **bos}}
 
     @property
     def lacks_bos(self) -> bool:

@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from tokenmill.encode.chat.conversation import ROLES
 from tokenmill.encode.fim import Fim
-from tokenmill.encode.tokenizer import ControlPolicy
+from tokenmill.encode.tokenizer import ControlPolicy, Framing
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import (
     MAX_CONFIG_BYTES,
@@ -198,6 +198,8 @@ class Recipe:
     """What the system says in every conversation that does not say it itself."""
     fim: Fim | None = None
     """Whether some documents of plain text are cut in three, to learn to fill in the middle."""
+    framing: Framing = field(default_factory=Framing)
+    """BOS and EOS around its records, where the options of a build do not specify them."""
 
     @property
     def template(self) -> bool:
@@ -264,7 +266,7 @@ class Recipe:
         # Keys that are newer than the first stores are left out where they are unused: recipes stay what they were.
         if self.preprocessing.on_long == "cut":
             del table["preprocessing"]["on_long"]
-        for name, unused in (("names", Names()), ("system", None), ("fim", None)):
+        for name, unused in (("names", Names()), ("system", None), ("fim", None), ("framing", Framing())):
             if getattr(self, name) == unused:
                 del table[name]
         return {
@@ -299,6 +301,7 @@ class _RecipeTable:
     names: Names = field(default_factory=Names)
     system: str | None = None
     fim: Fim | None = None
+    framing: Framing = field(default_factory=Framing)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -403,6 +406,7 @@ def _recipe(table: object, where: str) -> Recipe:
         names=written.names,
         system=written.system,
         fim=written.fim,
+        framing=written.framing,
     )
     check_recipe(recipe, where)
     return recipe

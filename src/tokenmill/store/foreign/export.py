@@ -294,6 +294,23 @@ def _write_astrai_bin(store: Store, keys: Sequence[str], folder: Path, advance: 
         (place / META).write_text(json.dumps(meta), encoding="utf-8")
 
 
+def meta_of(store: Store, shard: int) -> bytes:
+    """Return the `meta.json` by which AstrAI reads a shard of ours in place, where ids have at most 31 bits.
+
+    Pairs have the offsets of their records. Groups have none, as AstrAI has no place for them in `.bin` files.
+    """
+    table: dict[str, dict[str, object]] = {}
+    for key in store.keys:
+        dtype, axis = store.dtype(key), store.axis(key)
+        count = int(np.diff(store.axes[axis].values)[shard])
+        # Unsigned numbers of 32 bits have few operations in torch; these have the same bytes.
+        name = "bool" if key in MASK_KEYS else "int32" if dtype == "<u4" else dtype.name
+        table[key] = {"shape": [count], "dtype": name, "format": "bin", "total_tokens": store.manifest.tokens}
+        if store.manifest.kind == "dpo":
+            table[key]["offsets"] = np.concatenate([np.zeros(1, np.int64), *_ends(store, axis, shard)]).tolist()
+    return json.dumps(table, indent=None if store.manifest.kind == "dpo" else 2).encode()
+
+
 def _nothing(_count: int) -> None:
     pass
 
