@@ -77,7 +77,16 @@ def test_verify_reads_every_byte_adds_page_sums_and_names_what_is_broken(both):
     assert json.loads(run("verify", address, "--json", "--add-page-sums"))["ok"]
     client = Client(parse_address(address))
     assert [item.name for item in client.list(".sums")] == [".sums/shard-00000.bin"]
+    assert json.loads(client.get("manifest.json"))["page_sums"]
     assert json.loads(run("verify", address, "--json"))["ok"]
+    for _ in range(2):  # the second time there is a copy on this machine, which does not count
+        sums = client.get(".sums/shard-00000.bin")
+        client.delete(".sums/shard-00000.bin")
+        done = CliRunner().invoke(app, ["verify", address, "--json"])
+        (problem,) = json.loads(done.stdout)["problems"]
+        assert "/.sums/shard-00000.bin: page sums not found" in problem
+        assert json.loads(run("verify", address, "--json", "--add-page-sums"))["ok"]
+        assert client.get(".sums/shard-00000.bin") == sums
     name = "shard-00000/sequence.bin"
     body = bytearray(client.get(name))
     body[-1] ^= 1
@@ -85,6 +94,20 @@ def test_verify_reads_every_byte_adds_page_sums_and_names_what_is_broken(both):
     done = CliRunner().invoke(app, ["verify", address, "--json"])
     assert done.exit_code == 1
     assert name in json.loads(done.stdout)["problems"][0]
+
+
+def test_verify_uploads_the_hashes_that_a_store_lacks(both):
+    store, address, _, _ = both
+    client, name = Client(parse_address(address)), ".hashes/00000.bin"
+    expected = (store / name).read_bytes()
+    for _ in range(2):  # the second time there is a copy on this machine, which does not count
+        client.delete(name)
+        run("verify", address, "--hashes")
+        assert client.get(name) == expected
+    assert json.loads(run("verify", address, "--json", "--hashes"))["ok"]
+    sent = client.head(name)
+    run("verify", address, "--hashes")
+    assert client.head(name) == sent
 
 
 def test_an_address_without_a_store_is_refused_with_the_way_out(object_server: ObjectServer):

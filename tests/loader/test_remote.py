@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from tests.object_server import BUCKET, OPEN_BUCKET, ObjectServer
 from tokenmill.config.run import parse_config
 from tokenmill.errors import StoreCorruptError, StoreUnreachableError
 from tokenmill.run.run import Run
-from tokenmill.store import StoreSpec, StoreWriter, verify
+from tokenmill.store import StoreSpec, StoreWriter, read_manifest, verify
+from tokenmill.store.layout import MANIFEST, manifest_bytes
 from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.remote.fetch import Network, read_counters
 from tokenmill.store.remote.upload import upload
@@ -360,9 +362,36 @@ def test_a_store_without_page_sums_works_and_says_so(make_both, caplog):
     assert sum("has no page sums" in line for line in caplog.messages) == 2  # once a store
 
 
+@pytest.mark.parametrize("empty", ["a shard", "all"])
+def test_page_sums_that_a_manifest_promises_and_no_listing_has_end_the_run(
+    make_both, object_server, tmp_path, empty
+):
+    """[N1.d] What a server leaves out of a listing does not turn verification off."""
+    _, away = make_both(sums=True)
+    client = Client(parse_address(object_server.address(f"{tmp_path.name}/web")))
+    for item in client.list(".sums"):
+        if empty == "all" or item.name.endswith("1.bin"):
+            client.delete(item.name)
+    with pytest.raises(
+        StoreCorruptError,
+        match=r"web/\.sums/shard-0000[01]\.bin: page sums not found, although .* verify --add-page-sums",
+    ):
+        digests(away)
+    verify(object_server.address(f"{tmp_path.name}/web"), add_page_sums=True)
+    assert digests(Run.from_toml(tmp_path / "away.toml"))[0] == digests(Run.from_toml(tmp_path / "local.toml"))[0]
+
+
+def test_page_sums_may_be_left_unread(make_both, object_server, tmp_path):
+    local, away = make_both(sums=True, remote="verify_pages = false")
+    Client(parse_address(object_server.address(f"{tmp_path.name}/web"))).delete(".sums/shard-00001.bin")
+    assert digests(away)[0] == digests(local)[0]
+
+
 def test_a_shard_without_page_sums_is_named(make_both, object_server, tmp_path, caplog):
     local, away = make_both(sums=True)
-    Client(parse_address(object_server.address(f"{tmp_path.name}/web"))).delete(".sums/shard-00001.bin")
+    client = Client(parse_address(object_server.address(f"{tmp_path.name}/web")))
+    client.delete(".sums/shard-00001.bin")
+    client.put(MANIFEST, manifest_bytes(replace(read_manifest(tmp_path / "web"), page_sums=False)))
     assert digests(away)[0] == digests(local)[0]
     (line,) = [line for line in caplog.messages if "has no page sums" in line]
     assert f"{tmp_path.name}/web/shard-00001: has no page sums" in line

@@ -274,6 +274,8 @@ class Manifest:
     """Where the documents came from."""
     skipped: Mapping[str, Any] = field(default_factory=dict)
     """Records that were left out: counts by reason, and the first of them by file and line."""
+    page_sums: bool = False
+    """Whether every shard has page sums, so that a reader must find them."""
     shards: tuple[ShardInfo, ...]
 
     @property
@@ -330,6 +332,8 @@ def manifest_bytes(manifest: Manifest) -> bytes:
         "tokens": manifest.tokens,
         **as_json(manifest),
     }
+    if not manifest.page_sums:
+        del body["page_sums"]
     for shard in body["shards"]:
         _leave_out_defaults(shard)
     body["checksum"] = xxhash.xxh3_128_hexdigest(canonical(body))

@@ -455,6 +455,8 @@ def check_hashes(store: Store, shard: int) -> None:
 def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _tokens: None) -> int:
     """Add the hashes that a store of ours lacks, and return of how many shards; it may be done at any time.
 
+    Those of a store in object storage are uploaded.
+
     `progress` is told the tokens that were read since its last call.
     """
     if not layout.is_ours(store.path) or any(
@@ -467,13 +469,17 @@ def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _toke
     added = 0
     durable.make_folder(store.path / HASHES_FOLDER)
     for number, shard in enumerate(store.manifest.shards):
+        file = hashes_file(store.path, number)
         try:
             missing = read_hashes(store, number) is None
         except StoreCorruptError:
             missing = True
         if missing:
             _write_shard_hashes(store, number)
-            added += 1
+        lacking = [files for files in store.remotes if missing or not files.has(f"{HASHES_FOLDER}/{file.name}")]
+        for files in lacking:
+            files.send(f"{HASHES_FOLDER}/{file.name}", file)
+        added += missing or bool(lacking)
         progress(shard.tokens)
     return added
 

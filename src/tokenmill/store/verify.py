@@ -20,8 +20,22 @@ import xxhash
 
 from tokenmill.errors import FULL, StoreCorruptError, StoreError
 from tokenmill.store import layout
-from tokenmill.store.durable import make_folder, read_index, write_index, write_section
-from tokenmill.store.layout import MANIFEST, PAGE_BYTES, WAY_OUT, manifest_bytes
+from tokenmill.store.durable import (
+    leased_folder,
+    make_folder,
+    read_index,
+    write_atomically,
+    write_index,
+    write_section,
+)
+from tokenmill.store.layout import (
+    JOURNAL_FOLDER,
+    MANIFEST,
+    PAGE_BYTES,
+    WAY_OUT,
+    manifest_bytes,
+    read_manifest,
+)
 from tokenmill.store.notes import check_hashes, check_origins
 from tokenmill.store.reader import (
     FileRequest,
@@ -41,7 +55,7 @@ from tokenmill.store.reader import (
     store_of,
 )
 from tokenmill.tables import is_address, path_of
-from tokenmill.types import AnyArray, RemoteOptions, Uint8Array, Uint64Array
+from tokenmill.types import RemoteOptions, Uint8Array, Uint64Array
 
 if TYPE_CHECKING:
     from tokenmill.store.foreign.files import ForeignOptions
@@ -84,19 +98,32 @@ def verify(
 
     Files of another project, for which `options` are, have no checksums; the report says what was checked of them.
 
-    With `add_page_sums`, checksums of pages are written beside every shard that is proven right. `remote` is for
-    addresses of object storage.
+    With `add_page_sums`, checksums of pages are written next to every verified shard. Once all shards have
+    them, the manifest says so (`page_sums`). `remote` is for addresses of object storage.
 
     Raises the StoreError of what is wrong, with the file's name; where several things are, it has a line for each.
     Memory does not grow with the store.
     """
     report = check_store(path, progress=progress, options=options, remote=remote, add_page_sums=add_page_sums)
-    if report.problems:
-        lines = [str(problem) for problem in report.problems[:MAX_LISTED]]
-        if len(report.problems) > MAX_LISTED:
-            lines.append(f"and {len(report.problems) - MAX_LISTED} more")
-        raise type(report.problems[0])("\n".join(lines))
+    _raise_first(report.problems)
     return report
+
+
+def add_page_sums_only(path: Path) -> None:
+    """Verify a store on disk and write page sums next to its shards, as `verify` does; leave its manifest alone."""
+    problems: list[StoreError] = []
+    with collected(problems, path):
+        _check_ours(path, {}, lambda _bytes: None, problems, add_page_sums=True)
+    _raise_first(problems)
+
+
+def _raise_first(problems: Sequence[StoreError]) -> None:
+    """Raise an error of the kind of the first problem, with a line for each."""
+    if problems:
+        lines = [str(problem) for problem in problems[:MAX_LISTED]]
+        if len(problems) > MAX_LISTED:
+            lines.append(f"and {len(problems) - MAX_LISTED} more")
+        raise type(problems[0])("\n".join(lines))
 
 
 def check_store(
@@ -116,8 +143,12 @@ def check_store(
         if is_address(text):
             store = open_store(text, remote=remote, **(asdict(options) if options else {}))
             report = _check_files(store, progress, problems, add_page_sums=add_page_sums)
+            if add_page_sums and not problems:
+                _mark_page_sums(store)
         elif layout.is_ours(place) or claims.get("format") == "tokenmill":
             report = _check_ours(place, claims, progress, problems, add_page_sums=add_page_sums)
+            if add_page_sums and not problems:
+                _mark_page_sums(open_store(place))
         else:
             from tokenmill.store.foreign.files import ForeignOptions
             from tokenmill.store.foreign.open import check_foreign
@@ -171,31 +202,8 @@ def _check_files(
 ) -> VerifyReport:
     """Read all files that a manifest lists, wherever they are."""
     manifest = store.manifest
-    indexes = {layout.index_file(axis): axis for axis in store.axes}
-    ids = {layout.key_file(key): key for key in layout.token_keys(manifest.keys)}
-    for number, shard in enumerate(manifest.shards):
-        # Page sums are computed beside the checksums, if they are there to be compared or shall be.
-        has_sums = add_page_sums or store.bring(sums_file(shard.name)).exists()
-        sums = {name: array("Q") for name in shard.stored_files} if has_sums else {}
-        before = len(problems)
-        if shard.container is not None:
-            with collected(problems, store.path):
-                _check_checksum(_whole(store, shard), shard.container.xxh3, progress, sums.get(shard.name))
-            if len(problems) > before:
-                continue  # its arrays are as broken as it is
-        for name, info in shard.files.items():
-            with collected(problems, store.path):
-                request = store.file(number, name)
-                _check_checksum(request, info.xxh3, progress, sums.get(f"{shard.name}/{name}"))
-                if name in indexes:
-                    _check_index(request, *shard.size_of(indexes[name]))
-                elif name in ids:
-                    _check_ids(request, manifest.keys[ids[name]], int(manifest.tokenizer["vocab_size"]))
-        with collected(problems, store.path):
-            _check_meta(store, number)
-        if sums and len(problems) == before:
-            with collected(problems, store.path):
-                _settle_sums(store, shard, {name: np.array(pages, np.uint64) for name, pages in sums.items()})
+    for number in range(len(manifest.shards)):
+        _check_shard(store, number, progress, problems, add_page_sums=add_page_sums)
     for files in store.remotes:
         files.bring_folder(layout.ORIGINS_FOLDER)
         files.bring_folder(layout.HASHES_FOLDER)
@@ -230,6 +238,51 @@ def _check_meta(store: Store, number: int) -> None:
         )
 
 
+def _check_shard(
+    store: Store, number: int, progress: Progress, problems: list[StoreError], *, add_page_sums: bool
+) -> None:
+    """Read all files of a shard, each once; compare its page sums, or add them."""
+    manifest, shard = store.manifest, store.manifest.shards[number]
+    indexes = {layout.index_file(axis): axis for axis in store.axes}
+    ids = {layout.key_file(key): manifest.keys[key] for key in layout.token_keys(manifest.keys)}
+    # A copy on this machine does not count if the object is gone.
+    name = sums_file(shard.name)
+    has_file = all(files.has(name) for files in store.remotes) and store.bring(name).exists()
+    if manifest.page_sums and not has_file:
+        for files in store.remotes:  # each file is verified as a whole
+            files.read_without_sums(shard)
+        if not add_page_sums:
+            problems.append(missing_sums(store.where, shard.name))
+    # Page sums are computed beside the checksums, if they are there to be compared or shall be.
+    sums = {name: array("Q") for name in shard.stored_files} if add_page_sums or has_file else {}
+    before = len(problems)
+    if shard.container is not None:
+        with collected(problems, store.path):
+            _check_checksum(_whole(store, shard), shard.container.xxh3, progress, sums.get(shard.name))
+        if len(problems) > before:
+            return  # its arrays are as broken as it is
+    for part, info in shard.files.items():
+        with collected(problems, store.path):
+            request = store.file(number, part)
+            file_sums = sums.get(f"{shard.name}/{part}")
+            largest = _check_checksum(request, info.xxh3, progress, file_sums, dtype=ids.get(part))
+            if part in indexes:
+                _check_index(request, *shard.size_of(indexes[part]))
+            elif part in ids:
+                _check_ids(request, largest, int(manifest.tokenizer["vocab_size"]))
+    with collected(problems, store.path):
+        _check_meta(store, number)
+    if sums and len(problems) == before:
+        with collected(problems, store.path):
+            computed = {of: np.array(pages, np.uint64) for of, pages in sums.items()}
+            if has_file:
+                _compare_sums(store.path / name, shard, computed)
+            else:
+                file = write_sums(store.path, shard, computed)
+                for files in store.remotes:
+                    files.send(name, file)
+
+
 def _whole(store: Store, shard: layout.ShardInfo) -> Request:
     """Return the container of a shard as one file."""
     assert shard.container is not None
@@ -238,21 +291,35 @@ def _whole(store: Store, shard: layout.ShardInfo) -> Request:
     return FileRequest(store.path / shard.name, shard.container.bytes, 0, shard.container.bytes)
 
 
-def _settle_sums(store: Store, shard: layout.ShardInfo, sums: Mapping[str, Uint64Array]) -> None:
-    """Compare the page sums of a shard with those that are there, or write them where there are none."""
-    name = sums_file(shard.name)
-    if not (store.path / name).exists():
-        file = write_sums(store.path, shard, sums)
-        for files in store.remotes:
-            files.send(name, file)
-        return
-    for of, expected in read_sums(store.path / name, shard).items():
+def _compare_sums(file: Path, shard: layout.ShardInfo, sums: Mapping[str, Uint64Array]) -> None:
+    """Refuse page sums of a shard that are not those of its files."""
+    for of, expected in read_sums(file, shard).items():
         wrong = np.flatnonzero(expected != sums[of])
         if wrong.size:
             raise StoreCorruptError(
-                f"{store.path / name}: must have the checksum of every page of {of}, got another of page "
+                f"{file}: must have the checksum of every page of {of}, got another of page "
                 f"{int(wrong[0])}; delete it, and run `tokenmill verify --add-page-sums`"
             )
+
+
+def _mark_page_sums(store: Store) -> None:
+    """Write into the manifest of a store that all its shards have page sums."""
+    if store.manifest.page_sums or not store.manifest.shards:
+        return
+    body = manifest_bytes(replace(store.manifest, page_sums=True))
+    for files in store.remotes:
+        files.replace_manifest(body)
+    if store.remotes:
+        return
+    # A build that adds to the store writes the manifest too. It holds the lease of the folder with its journal.
+    above = (folder for folder in (store.path, *store.path.parents) if (folder / JOURNAL_FOLDER).is_dir())
+    with leased_folder(next(above, store.path)):
+        if read_manifest(store.path) != store.manifest:
+            raise StoreError(
+                f"{store.path / MANIFEST}: changed while the store was verified; run `tokenmill verify "
+                "--add-page-sums` again"
+            )
+        write_atomically(store.path / MANIFEST, body)
 
 
 def _blocks(request: Request) -> Iterator[Uint8Array]:
@@ -268,17 +335,27 @@ def _blocks(request: Request) -> Iterator[Uint8Array]:
 
 
 def _check_checksum(
-    request: Request, expected: str, progress: Progress = lambda _bytes: None, sums: array[int] | None = None
-) -> None:
-    """Refuse a file of another checksum; the sums of its pages are added to `sums`."""
-    state = xxhash.xxh3_128()
+    request: Request,
+    expected: str,
+    progress: Progress = lambda _bytes: None,
+    sums: array[int] | None = None,
+    dtype: str | None = None,
+) -> int:
+    """Refuse a file of another checksum; add the sums of its pages to `sums`, and return its largest value.
+
+    Values are read only if their dtype is given.
+    """
+    state, largest = xxhash.xxh3_128(), 0
     for block in _blocks(request):
         state.update(block.data)
         if sums is not None:
             sums.extend(page_sums(block))
+        if dtype is not None:
+            largest = max(largest, int(block.view(dtype).max()))
         progress(block.size)
     if state.hexdigest() != expected:
         raise StoreCorruptError(f"{request.path}: checksum must be {expected}, got {state.hexdigest()}; {WAY_OUT}")
+    return largest
 
 
 def _check_index(request: Request, items: int, values: int) -> None:
@@ -302,15 +379,12 @@ def _check_index(request: Request, items: int, values: int) -> None:
     require(right, "anchors must name the document of every 1,024th token, got others")
 
 
-def _check_ids(request: Request, dtype: str, vocab_size: int) -> None:
-    for block in _blocks(request):
-        ids: AnyArray = block.view(dtype)
-        largest = int(ids.max())
-        if largest >= vocab_size:
-            raise StoreCorruptError(
-                f"{request.path}: token ids must be below the vocabulary size {vocab_size}, got {largest}; "
-                "prepare the store again with the right tokenizer"
-            )
+def _check_ids(request: Request, largest: int, vocab_size: int) -> None:
+    if largest >= vocab_size:
+        raise StoreCorruptError(
+            f"{request.path}: token ids must be below the vocabulary size {vocab_size}, got {largest}; "
+            "prepare the store again with the right tokenizer"
+        )
 
 
 # Checksums of pages.
@@ -392,6 +466,14 @@ def read_sums(file: Path, shard: layout.ShardInfo) -> dict[str, Uint64Array]:
             raise _bad_sums(file, f"other ones for {name}")
         sums[name] = section.view("<u8")
     return sums
+
+
+def missing_sums(store: str, shard: str) -> StoreCorruptError:
+    """Return the error of page sums that the manifest promises and that cannot be found."""
+    return StoreCorruptError(
+        f"{store}/{sums_file(shard)}: page sums not found, although {MANIFEST} says that there are some; run "
+        "`tokenmill verify --add-page-sums`, or copy the store again"
+    )
 
 
 def _bad_sums(file: Path, got: str) -> StoreCorruptError:

@@ -154,6 +154,16 @@ def test_a_server_that_stays_down_is_told_and_named_after_the_deadline(caplog):
     assert line.endswith("does not answer (a refused connection); requests are retried for up to 2 s")
 
 
+@pytest.mark.usefixtures("object_server")
+def test_a_client_that_is_stopped_retries_no_more():
+    """An interrupted command waits for its threads, and so for what they retry."""
+    options = RemoteOptions(endpoint=f"http://127.0.0.1:{free_ports(1)[0]}", deadline=600.0)
+    client = Client(parse_address("s3://b/w", options), options)
+    client.stop()
+    with pytest.raises(StoreUnreachableError, match=r"got a refused connection"):
+        client.get("x")
+
+
 def test_a_request_that_a_server_does_not_support_is_not_retried(object_server):
     with answering(501) as (port, seen):
         options = RemoteOptions(endpoint=f"http://127.0.0.1:{port}", deadline=60.0)

@@ -20,7 +20,8 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from http.client import HTTPException
 from pathlib import Path
-from time import monotonic, sleep
+from threading import Event
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import parse_qsl, quote, urljoin, urlsplit
@@ -214,6 +215,7 @@ class Client:
         self.address = address
         self.options = options or RemoteOptions()
         self.store = connect(address, self.options, retries=3)
+        self._stopped = Event()
 
     def get(self, name: str) -> bytes:
         """Return a whole object."""
@@ -281,7 +283,12 @@ class Client:
     def _call(self, name: str, verb: str, ask: Callable[[Any], T]) -> T:
         import obstore
 
-        return named(lambda: ask(obstore), self.address / name if name else self.address, verb, self.options)
+        address = self.address / name if name else self.address
+        return named(lambda: ask(obstore), address, verb, self.options, self._stopped)
+
+    def stop(self) -> None:
+        """Retry no more requests: their threads are waited for when a command is interrupted."""
+        self._stopped.set()
 
 
 _users: list[int] = []
@@ -340,7 +347,7 @@ def connect(address: Address, options: RemoteOptions, *, retries: int) -> Object
         ) from None
 
 
-def named(ask: Callable[[], T], address: Address, verb: str, options: RemoteOptions) -> T:
+def named(ask: Callable[[], T], address: Address, verb: str, options: RemoteOptions, stopped: Event) -> T:
     """Return the result of a request, retried until the deadline; a failure is raised as an error of ours."""
     check_process(address)
     last, pause = monotonic() + options.deadline, 0.1
@@ -352,7 +359,8 @@ def named(ask: Callable[[], T], address: Address, verb: str, options: RemoteOpti
             if not may_pass(kind) or monotonic() + pause > last:
                 raise explained(error, address, verb, options) from None
         _log_waiting(address, kind, options)
-        sleep(pause * random.uniform(0.5, 1.5))
+        if stopped.wait(pause * random.uniform(0.5, 1.5)):
+            last = 0.0
         pause = min(2.0, 2 * pause)
 
 

@@ -35,10 +35,10 @@ from tokenmill.store.reader import (
     part_of,
     sparse_map,
 )
-from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
+from tokenmill.store.remote.client import Address, Client, ObjectInfo, overwritten, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
 from tokenmill.store.remote.mirror import Mirror, Wanted, warn_unused
-from tokenmill.store.verify import read_sums, sums_file
+from tokenmill.store.verify import missing_sums, read_sums, sums_file
 from tokenmill.types import Uint64Array
 
 logger = logging.getLogger("tokenmill")
@@ -158,6 +158,13 @@ class RemoteFiles:
         Client(self.address, self.network.options).put(name, file)
         self._listed.pop(name.rpartition("/")[0], None)
 
+    def replace_manifest(self, body: bytes) -> None:
+        """Overwrite the manifest, if it is still the one that was read."""
+        client = Client(self.address, self.network.options)
+        if client.get(layout.MANIFEST) != (self.folder / layout.MANIFEST).read_bytes():
+            raise overwritten(self.address / layout.MANIFEST)
+        client.put(layout.MANIFEST, body)
+
     def _pin(self, name: str, etag: str) -> str:
         """Note the version of an object for all processes that share the mirror."""
         assert self.mirror is not None
@@ -233,6 +240,8 @@ class RemoteFiles:
         """Whether the store has page sums, and they are to be used."""
         if not self.network.options.verify_pages:
             return False
+        if self.manifest.page_sums:
+            return True
         is_first = layout.SUMS_FOLDER not in self._listed
         has_sums = bool(self.listed(layout.SUMS_FOLDER))
         if not has_sums and is_first:
@@ -258,10 +267,16 @@ class RemoteFiles:
                         raise
                     self._small(proof).unlink(missing_ok=True)  # it rotted on this disk
                     return self.sums_of(name)
+            elif self.manifest.page_sums:
+                raise missing_sums(str(self.address), shard.name)
             else:
                 logger.warning(_NO_SUMS, self.address / shard.name)
                 self._sums.update(dict.fromkeys(shard.stored_files))
         return self._sums[name]
+
+    def read_without_sums(self, shard: layout.ShardInfo) -> None:
+        """Verify no pages of a shard, whose page sums are missing: its files are verified as a whole."""
+        self._sums.update(dict.fromkeys(shard.stored_files))
 
     # Small files.
 
@@ -273,6 +288,10 @@ class RemoteFiles:
             self.network.counters.requests += 1
             self._listed[folder] = {item.name: item.bytes for item in objects}
         return self._listed[folder]
+
+    def has(self, name: str) -> bool:
+        """Return whether a file next to the shards exists in object storage; it is listed only once."""
+        return name in self.listed(name.rpartition("/")[0])
 
     def bring(self, name: str) -> Path | None:
         """Return the local copy of a file beside the shards, made if need be; None where there is no such file."""
@@ -416,8 +435,12 @@ def open_remote(text: str, network: Network) -> RemoteFiles:
             listings = (
                 {layout.SUMS_FOLDER: pool.submit(client.list, layout.SUMS_FOLDER)} if options.verify_pages else {}
             )
-            probe.result()
-            body = body_read.result()
+            try:
+                probe.result()
+                body = body_read.result()
+            except BaseException:
+                client.stop()
+                raise
     except StoreMissingError:
         raise StoreMissingError(
             f"{address}: a store must be an address with {layout.MANIFEST} below it, got none; check the address, "

@@ -109,6 +109,7 @@ def _copied(
                     done += info.bytes
                     progress(done, total)
             except BaseException:
+                client.stop()
                 executor.shutdown(wait=True, cancel_futures=True)
                 raise
     return [str(copies / info.name) for info in objects]

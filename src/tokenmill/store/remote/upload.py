@@ -8,9 +8,9 @@ written by one request, which does not overwrite another.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import file_digest
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tokenmill.store import layout
 from tokenmill.store.layout import FileInfo
 from tokenmill.store.reader import read_ours
 from tokenmill.store.remote.client import Client, parse_address
-from tokenmill.store.verify import sums_file, verify
+from tokenmill.store.verify import add_page_sums_only, read_sums, sums_file
 from tokenmill.tables import is_address, path_of
 from tokenmill.types import RemoteOptions
 
@@ -54,7 +54,8 @@ def upload(
 ) -> UploadReport:
     """Copy a finished store of ours to an address such as `s3://bucket/path`.
 
-    A store without page sums, by which readers prove every page, gets them first.
+    A store without page sums, by which readers verify every page, gets them first. The uploaded manifest says that
+    there are page sums. If the one at the address does not say it yet, it is replaced.
 
     Each file is proven by its checksum before it is sent, and read back and proven after that. Another store at
     the address is never overwritten: StoreExistsError.
@@ -66,16 +67,44 @@ def upload(
         )
     place = parse_address(address, options)
     manifest = read_ours(path, {})
-    if not all((path / sums_file(shard.name)).is_file() for shard in manifest.shards):
-        verify(path, add_page_sums=True)
+    if all((path / sums_file(shard.name)).is_file() for shard in manifest.shards):
+        for shard in manifest.shards:
+            read_sums(path / sums_file(shard.name), shard)
+    else:
+        add_page_sums_only(path)
     client = Client(place, options)
     client.check_redirect(layout.MANIFEST)
-    body = layout.manifest_bytes(manifest)
+    body = layout.manifest_bytes(replace(manifest, page_sums=bool(manifest.shards)))
     there = client.get(layout.MANIFEST) if client.head(layout.MANIFEST) is not None else None
-    if there is not None and there != body:
+    # Earlier uploads did not say that there are page sums.
+    is_unmarked = there == layout.manifest_bytes(replace(manifest, page_sums=False))
+    if there is not None and there != body and not is_unmarked:
         raise _another(str(place))
     files = _files(path, manifest)
-    total, done, sent = sum(info.bytes for info in files.values()) + len(body), 0, []
+    total, done = sum(info.bytes for info in files.values()) + len(body), 0
+    sent: list[FileInfo] = []
+    for info, was_sent in _bring_all(client, path, files):
+        sent += [info] if was_sent else []
+        done += info.bytes
+        progress(done, total)
+    if there is None:
+        _publish(client, body)
+    elif is_unmarked:
+        client.put(layout.MANIFEST, body)
+    progress(total, total)
+    return UploadReport(
+        store=str(path),
+        address=str(place),
+        files=len(files) + 1,
+        bytes=total,
+        sent_files=len(sent) + (there != body),
+        sent_bytes=sum(info.bytes for info in sent) + (len(body) if there != body else 0),
+        fingerprint=manifest.fingerprint,
+    )
+
+
+def _bring_all(client: Client, path: Path, files: Mapping[str, FileInfo]) -> Iterator[tuple[FileInfo, bool]]:
+    """Upload files that are missing or wrong, several at once; yield each with whether it was sent."""
     sizes = {info.name: info.bytes for info in client.list()}
     with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenmill-upload") as executor:
         try:
@@ -84,25 +113,11 @@ def upload(
                 for name, info in files.items()
             }
             for finished in as_completed(work):
-                if finished.result():
-                    sent.append(work[finished])
-                done += work[finished].bytes
-                progress(done, total)
+                yield work[finished], finished.result()
         except BaseException:
+            client.stop()
             executor.shutdown(wait=True, cancel_futures=True)
             raise
-    if there is None:
-        _publish(client, body)
-    progress(total, total)
-    return UploadReport(
-        store=str(path),
-        address=str(place),
-        files=len(files) + 1,
-        bytes=total,
-        sent_files=len(sent) + (there is None),
-        sent_bytes=sum(info.bytes for info in sent) + (len(body) if there is None else 0),
-        fingerprint=manifest.fingerprint,
-    )
 
 
 def _publish(client: Client, body: bytes) -> None:
