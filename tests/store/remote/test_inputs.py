@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -76,6 +80,87 @@ def test_a_copy_is_kept_until_its_object_changes(corpus, place, tmp_path):
     assert copy_inputs(below(place, "a.jsonl"), tmp_path / "here", **options) == [first]
     with open(first, "rb") as file:
         assert file.read() == b'{"text": "another"}'
+
+
+def put_many(folder, count):
+    """Put objects of 40 bytes below an address of a folder; return the address."""
+    folder.mkdir()
+    for number in range(count):
+        (folder / f"{number:05d}.jsonl").write_bytes(b"%039d\n" % number)
+    return f"file://{folder}"
+
+
+def written_bytes():
+    """Return how many bytes this process has written so far, by the count of the system."""
+    with open("/proc/self/io") as counts:
+        return int(next(line for line in counts if line.startswith("wchar")).split()[1])
+
+
+def test_the_bytes_that_are_written_grow_with_the_objects_and_no_faster(tmp_path):
+    counts = []
+    for count in (40, 160):
+        place = put_many(tmp_path / f"{count}", count)
+        before = written_bytes()
+        assert len(copy_inputs(place, tmp_path / "here", is_known=is_known)) == count
+        counts.append(written_bytes() - before)
+    assert counts[1] <= 4.5 * counts[0]
+
+
+KILLED = """
+import os, signal, sys
+from tokenmill.store.remote.inputs import copy_inputs
+
+def tell(done, total):
+    if done >= 40 * 7:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+copy_inputs(sys.argv[1], __import__("pathlib").Path(sys.argv[2]), is_known=lambda _: True, progress=tell)
+"""
+
+
+@pytest.mark.parametrize("torn", [0, 1, 3, 20])
+def test_copies_of_a_process_that_was_killed_are_kept(tmp_path, torn):
+    place, here = put_many(tmp_path / "many", 30), tmp_path / "here"
+    done = subprocess.run([sys.executable, "-c", KILLED, place, str(here)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (journal,) = here.rglob(".objects.jsonl")
+    if torn:
+        journal.write_bytes(journal.read_bytes()[:-torn])
+    told = []
+    options = {"is_known": is_known, "progress": lambda done, total: told.append((done, total))}
+    copies = copy_inputs(place, here, **options)
+    assert told[0] == (40 * (7 if torn <= 1 else 6), 40 * 30)  # without its line break a line is whole
+    for number, path in enumerate(copies):
+        with open(path, "rb") as file:
+            assert file.read() == b"%039d\n" % number
+    told.clear()
+    assert copy_inputs(place, here, **options) == copies
+    assert told == [(40 * 30, 40 * 30)]
+
+
+def test_a_copy_of_an_object_that_changed_is_not_taken_for_the_one_before(tmp_path, monkeypatch):
+    """A process that ends between the new copy and its line leaves the old line, which must not count."""
+    place, here = put_many(tmp_path / "many", 1), tmp_path / "here"
+    object_file = tmp_path / "many" / "00000.jsonl"
+    before, times = object_file.read_bytes(), object_file.stat()
+    (copy,) = copy_inputs(place, here, is_known=is_known)
+    object_file.write_bytes(b"x" * 40)
+
+    def end(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tokenmill.store.remote.inputs.sync_folder", end)
+        with pytest.raises(KeyboardInterrupt):
+            copy_inputs(place, here, is_known=is_known)
+    with open(copy, "rb") as file:
+        assert file.read() == b"x" * 40
+    with object_file.open("r+b") as file:  # the same object as before, so the same version
+        file.write(before)
+    os.utime(object_file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    (copy,) = copy_inputs(place, here, is_known=is_known)
+    with open(copy, "rb") as file:
+        assert file.read() == before
 
 
 @pytest.mark.usefixtures("corpus")

@@ -1,7 +1,7 @@
 """Files of text or records in object storage, copied to a folder on this machine, from where they are read.
 
 A copy is kept with the version of its object, and made anew when that has changed. One process of a machine copies,
-the others wait for it; what was not copied whole has another name.
+the others wait for it; what was not copied whole has another name. A journal lists the copies, a line per object.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 from tokenmill.errors import DocumentError, StoreCorruptError
 from tokenmill.fingerprint import digest
-from tokenmill.store.durable import locked, write_atomically, write_parts
+from tokenmill.store.durable import locked, sync_folder, write_parts
 from tokenmill.store.remote.client import LINE_SECONDS, Address, Client, ObjectInfo, parse_address
 from tokenmill.tables import is_address
 from tokenmill.types import RemoteOptions
 
 logger = logging.getLogger("tokenmill")
 THREADS = 8
-_LIST = ".objects.json"
-"""Name of an object -> its size and version, of those that were copied."""
+_JOURNAL = ".objects.jsonl"
+"""A line of JSON per copy: name, size and version of the object. The last line of a name counts."""
 _WILD = re.compile(r"[*\[]")
 Progress = Callable[[int, int], None]
 """Called with the bytes that are here, and all there are."""
@@ -87,7 +89,7 @@ def _copied(
     client.check_redirect(objects[0].name)
     copies.mkdir(parents=True, exist_ok=True)
     with locked(copies / ".lock"):
-        known = _read_list(copies)
+        known = _read_journal(copies)
         missing = [info for info in objects if not _is_here(copies, info, known)]
         total = sum(info.bytes for info in objects)
         done = total - sum(info.bytes for info in missing)
@@ -98,14 +100,16 @@ def _copied(
                 f"{free:,} free; prepare fewer of them at a time, or name a larger disk (--staging)"
             )
         progress(done, total)
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenmill-inputs") as executor:
+        with (
+            _opened_journal(copies, [info for info in missing if info.name in known]) as journal,
+            ThreadPoolExecutor(THREADS, thread_name_prefix="tokenmill-inputs") as executor,
+        ):
             try:
                 work = {executor.submit(_copy, client, copies, info): info for info in missing}
                 for finished in as_completed(work):
                     finished.result()
                     info = work[finished]
-                    known[info.name] = (info.bytes, info.etag)
-                    write_atomically(copies / _LIST, json.dumps(known).encode())
+                    journal.write(_line(info.name, info.bytes, info.etag))
                     done += info.bytes
                     progress(done, total)
             except BaseException:
@@ -165,12 +169,32 @@ def _is_hidden(name: str) -> bool:
     return any(not part or part.startswith(".") for part in name.split("/"))
 
 
-def _read_list(copies: Path) -> dict[str, tuple[int, str | None]]:
+def _read_journal(copies: Path) -> dict[str, tuple[int, str | None]]:
+    """Return size and version of the objects that were copied; a torn line of a killed process is ignored."""
+    known: dict[str, tuple[int, str | None]] = {}
     try:
-        kept = json.loads((copies / _LIST).read_bytes())
-    except (OSError, ValueError):
+        lines = (copies / _JOURNAL).read_bytes().splitlines()
+    except OSError:
         return {}
-    return {name: (int(size), etag) for name, (size, etag) in kept.items()}
+    for line in lines:
+        with suppress(ValueError, TypeError):
+            name, size, etag = json.loads(line)
+            known[str(name)] = (int(size), etag)
+    return known
+
+
+@contextmanager
+def _opened_journal(copies: Path, changed: Sequence[ObjectInfo]) -> Iterator[BinaryIO]:
+    """Open the journal to append lines, each written at once; objects that have changed are no longer listed."""
+    with (copies / _JOURNAL).open("ab", buffering=0) as journal:
+        # A line break ends a torn line.
+        journal.write(b"\n" * (journal.tell() > 0) + b"".join(_line(info.name, -1, None) for info in changed))
+        os.fsync(journal.fileno())
+        yield journal
+
+
+def _line(name: str, size: int, etag: str | None) -> bytes:
+    return json.dumps([name, size, etag]).encode() + b"\n"
 
 
 def _is_here(copies: Path, info: ObjectInfo, known: dict[str, tuple[int, str | None]]) -> bool:
@@ -191,3 +215,4 @@ def _copy(client: Client, copies: Path, info: ObjectInfo) -> None:
             "nothing write to it and start again"
         )
     partial.replace(file)
+    sync_folder(file.parent)  # the journal must not list it before its name is durable
