@@ -215,7 +215,7 @@ def _dataloader() -> type[PairLoader]:
                     _check_batch(loader, in_trainer)
             super().__init__(loader, check_ranks=config.check_ranks)
 
-    # Where pickle finds them: in this module, by its __getattr__.
+    # A copy in another process is made by these names: __getattr__ of this module finds them.
     TokenmillDataLoader.__qualname__ = TokenmillDataLoader.__name__
     TokenmillDataLoader.Config.__qualname__ = f"{TokenmillDataLoader.__name__}.Config"
     return TokenmillDataLoader

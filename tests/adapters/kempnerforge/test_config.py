@@ -2,7 +2,13 @@
 
 import pytest
 
-from tokenmill.adapters.kempnerforge import DataConfig, DatasetSource, TrainingPhase
+from tokenmill.adapters.kempnerforge import (
+    DataConfig,
+    DatasetSource,
+    StatefulDataLoader,
+    TrainingPhase,
+    build_dataloader,
+)
 from tokenmill.errors import ConfigError
 
 WEB, CODE = DatasetSource(path="data/web", name="web"), DatasetSource(hf_name="org/code", weight=0.5)
@@ -45,11 +51,13 @@ WEB, CODE = DatasetSource(path="data/web", name="web"), DatasetSource(hf_name="o
             "anneal_weights: weights must name datasets, got 'wbe'; did you mean 'web'",
         ),
         (
-            lambda: DataConfig(anneal_weights={"zzz": 1.0}),
+            lambda: build_dataloader(DataConfig(anneal_weights={"zzz": 1.0}), batch_size=1, seq_len=8),
             "anneal_weights: weights must name datasets, got 'zzz'; add datasets, or leave the weights out",
         ),
         (
-            lambda: DataConfig(hf_dataset_name="x", phases=[TrainingPhase(dataset_weights={"x": 1})]),
+            lambda: StatefulDataLoader(
+                range(8), 2, None, DataConfig(hf_dataset_name="x", phases=[TrainingPhase(dataset_weights={"x": 1})])
+            ),
             "phase at step 0: weights must name datasets, got 'x'; add datasets",
         ),
     ],

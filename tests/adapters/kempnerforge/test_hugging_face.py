@@ -44,6 +44,24 @@ def test_samples_are_the_stream_cut_every_seq_len_plus_one_tokens(folder):
     assert dataset.num_unused_tokens == len(tokens) % 17
 
 
+def test_samples_are_stacked_as_kempnerforges_evaluation_stacks_them(folder):
+    """It takes `np.stack(dataset._packed_sequences)` for one tensor of all samples."""
+    dataset, tokens = make(folder), stream()
+    packed = np.stack(dataset._packed_sequences)
+    assert (packed.dtype, packed.shape) == (np.int64, (len(dataset), 17))
+    assert packed.ravel().tolist() == tokens[: packed.size]
+
+
+def test_a_state_restores_epoch_and_sample_and_warns_of_other_sequences(folder, caplog):
+    """[S.b] As KempnerForge documents it: "restores epoch and sample_idx"."""
+    dataset = make(folder)
+    dataset.load_state_dict({"epoch": 2, "sample_idx": 5, "total_sequences": 7})
+    assert (dataset.epoch, dataset.sample_idx) == (2, 5)
+    assert [message.partition(":")[2] for message in caplog.messages] == [
+        f" total_sequences is 7, and {len(dataset)} in this dataset: samples or their order differ"
+    ]
+
+
 def test_packed_samples_tell_documents_apart(folder):
     """[P1.c]"""
     dataset, tokens = make(folder, pack_sequences=True), np.array(stream())

@@ -3,6 +3,7 @@
 import inspect
 import json
 from dataclasses import fields
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -103,9 +104,9 @@ DATA_CONFIG = {
     "hf_dataset_split": "train",
     "hf_dataset_text_field": "text",
     "hf_streaming": False,
-    "datasets": (),
+    "datasets": [],
     "mix_temperature": 1.0,
-    "phases": (),
+    "phases": [],
     "anneal_start_step": 0,
     "anneal_weights": {},
 }
@@ -180,6 +181,22 @@ def test_states_are_json_and_have_the_documented_keys(tmp_path):
         assert [key for key in keys if key not in state] == [], type(thing).__name__
         assert json.loads(json.dumps(state)) == state
         assert len(json.dumps(state)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (
+            "dataset",
+            ["MemoryMappedDataset", "HuggingFaceDataset", "StreamingHuggingFaceDataset", "MixtureDataset"],
+        ),
+        ("sampler", ["DistributedSampler", "MixtureSampler"]),
+        ("dataloader", ["StatefulDataLoader"]),
+    ],
+)
+def test_modules_have_the_documented_names(module, names):
+    found = import_module(f"tokenmill.adapters.kempnerforge.{module}")
+    assert [getattr(found, name) for name in names] == [getattr(kempnerforge, name) for name in names]
 
 
 def test_every_name_offered_has_words_about_it():

@@ -120,8 +120,16 @@ def test_a_state_of_the_other_kind_of_sampler_is_refused(makes, dataset):
     message = r"kind must be that of this sampler, '\w+', got '\w+'; resume with what made it"
     with pytest.raises(ResumeError, match=message):
         other.load_state_dict(saved(one))
-    with pytest.raises(ResumeError, match=message):
-        other.sampler.load_state_dict(one.sampler.state_dict())
+
+
+def test_a_mixture_refuses_the_state_of_another_sampler_which_restores_an_epoch_elsewhere(dataset, caplog):
+    """[S.b]"""
+    one, other = mixing(dataset).sampler, plain(dataset).sampler
+    with pytest.raises(ResumeError, match="kind must be that of this sampler, 'mixture', got 'distributed'"):
+        one.load_state_dict(other.state_dict())
+    other.load_state_dict({**one.state_dict(), "epoch": 2})
+    assert other.epoch == 2
+    assert caplog.messages[0].startswith("state: kind is 'mixture', and 'distributed' in this sampler")
 
 
 def test_the_epoch_of_a_sampler_in_a_state_must_be_one(dataset):

@@ -11,17 +11,17 @@ from tokenmill.adapters import need
 need("torch", extra="torch", adapter="tokenmill.adapters.kempnerforge")
 
 from tokenmill.adapters.kempnerforge.config import DataConfig
-from tokenmill.adapters.kempnerforge.datasets import (
-    HuggingFaceDataset,
-    MemoryMappedDataset,
-    MixtureDataset,
-    StreamingHuggingFaceDataset,
-)
-from tokenmill.adapters.kempnerforge.loader import (
+from tokenmill.adapters.kempnerforge.dataloader import (
     StatefulDataLoader,
     StreamingDataLoader,
     build_dataloader,
     merge_states,
+)
+from tokenmill.adapters.kempnerforge.dataset import (
+    HuggingFaceDataset,
+    MemoryMappedDataset,
+    MixtureDataset,
+    StreamingHuggingFaceDataset,
 )
 from tokenmill.adapters.kempnerforge.sampler import DistributedSampler, MixtureSampler
 from tokenmill.config.dialects.kempnerforge import DatasetSource, TrainingPhase

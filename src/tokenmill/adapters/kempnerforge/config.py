@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TypeVar
+
+from msgspec import UNSET
 
 from tokenmill.config.dialects.kempnerforge import DatasetSource, DataTable, TrainingPhase
 from tokenmill.errors import ConfigError, ResumeError, nearest
 from tokenmill.tables import read_table
 
 T = TypeVar("T")
+_log = logging.getLogger("tokenmill")
 AS_SAVED = "use a state as state_dict() gave it: the order of KempnerForge's own is another"
 
 
 def read_state(kind: type[T], state: object, where: str = "state") -> T:
     """Return a state as a record of a kind; what `state_dict()` cannot have given is refused."""
     return read_table(kind, state, where, error=ResumeError, way_out=AS_SAVED)
+
+
+def warn_of_differences(what: str, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
+    """Log a warning for each value of a state that is not that of what loads it; one left out is not compared."""
+    for key, value in saved.items():
+        if key in own and value not in (UNSET, own[key]):
+            _log.warning(
+                "state: %s is %r, and %r in this %s: samples or their order differ", key, value, own[key], what
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +49,12 @@ class DataConfig(DataTable):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ConfigError(f"data: names of datasets must differ, got {twice[0]!r} twice; rename one")
+        if self.datasets:
+            self.check_phases()
+
+    def check_phases(self) -> None:
+        """Refuse weights that name no dataset; where there is no mixture, only when a loader is built."""
+        names = self.dataset_names
         phases = {f"phase at step {phase.start_step}": phase.dataset_weights for phase in self.all_phases}
         for where, weights in (phases | {"anneal_weights": self.anneal_weights}).items():
             for name in weights:

@@ -13,7 +13,7 @@ import numpy as np
 from msgspec import UNSET, UnsetType
 from torch.utils.data import Sampler
 
-from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state
+from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state, warn_of_differences
 from tokenmill.adapters.torch import dealt, find_rank
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
@@ -185,6 +185,14 @@ class DistributedSampler(RankSampler):
     def state_dict(self) -> dict[str, Any]:
         """Return which order this is; where an iteration stands is for the loader to know."""
         return {**super().state_dict(), "size": self.size, "drop_last": self.drop_last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the epoch alone; a state of another order logs a warning, as a loader refuses it."""
+        record = read_state(SamplerState, state)
+        saved = as_json(record)
+        keys = ("kind", *self.order_keys)
+        warn_of_differences("sampler", {key: saved.get(key, UNSET) for key in keys}, self.state_dict())
+        self.epoch = record.epoch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -93,11 +93,11 @@ class DataTable:
     hf_dataset_split: str = DEFAULT_SPLIT
     hf_dataset_text_field: str = DEFAULT_FIELD
     hf_streaming: bool = False
-    datasets: Sequence[DatasetSource] = ()
+    datasets: Sequence[DatasetSource] = field(default_factory=list)
     """Sources that are mixed; they go before `dataset_path` and `hf_dataset_name`."""
     mix_temperature: Number = 1.0
     """Weights are raised to 1 / temperature: above 1 they are more alike."""
-    phases: Sequence[TrainingPhase] = ()
+    phases: Sequence[TrainingPhase] = field(default_factory=list)
     anneal_start_step: int = 0
     """First step of the annealing, which is a single phase; 0: there is none."""
     anneal_weights: Mapping[str, Number] = field(default_factory=dict)

@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from tokenmill.adapters import ENDLESS
-from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state
+from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state, warn_of_differences
 from tokenmill.adapters.torch import find_rank, read_windows, to_torch
 from tokenmill.build.cached import cached_store
 from tokenmill.config.dialects import hub_name
@@ -32,6 +32,7 @@ from tokenmill.store.foreign.files import memmap_tokens
 from tokenmill.store.layout import is_ours
 from tokenmill.store.reader import MapCache
 from tokenmill.tables import Count
+from tokenmill.types import AnyArray
 
 Sample = dict[str, torch.Tensor]
 CACHE_DIR = ".tokenmill/stores"
@@ -145,16 +146,15 @@ class Chunked(Dataset[Sample]):
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take epoch and sample of a state; one of other samples is refused."""
-        record, own = read_state(DatasetState, state), self.state_dict()
-        for key in ("total_samples", "total_sequences", "fingerprint"):
-            saved = getattr(record, key)
-            if key in own and saved not in (UNSET, own[key]):
-                raise ResumeError(
-                    f"state: {key} must be that of this dataset, {own[key]!r}, got {saved!r}; "
-                    "put the files back as they were, or start anew"
-                )
-        self.mark(record.epoch, record.sample_idx)
+        """Restore what a dataset restores; a state of other samples logs a warning, as a loader refuses it."""
+        record = read_state(DatasetState, state)
+        saved = {key: getattr(record, key) for key in ("total_samples", "total_sequences", "fingerprint")}
+        warn_of_differences("dataset", saved, self.state_dict())
+        self.mark(record.epoch, self._restored(record))
+
+    def _restored(self, _: DatasetState) -> int:
+        """Return the sample after loading a state; only the epoch is restored, unless a dataset says otherwise."""
+        return self.sample_idx
 
 
 def _by_part(indices: Sequence[int], begins: Sequence[int]) -> dict[int, list[int]]:
@@ -254,6 +254,18 @@ class HuggingFaceDataset(Chunked):
             "total_sequences": len(self),
             "fingerprint": self.fingerprint,
         }
+
+    def _restored(self, record: DatasetState) -> int:
+        return record.sample_idx
+
+    @property
+    def _packed_sequences(self) -> list[AnyArray]:
+        """All samples as arrays of `seq_len` + 1 ids; KempnerForge's evaluation stacks them."""
+        (store,) = self.stores
+        begins = [number * self.length for number in range(len(self))]
+        windows = read_windows(store, store.manifest.token_key, begins, self.length)
+        by_number = {number: ids.astype(np.int64) for number, ids in windows}
+        return [by_number[number] for number in range(len(self))]
 
 
 def _open_files(

@@ -11,7 +11,7 @@ import torch
 from msgspec import UnsetType
 from torch.utils.data import DataLoader
 
-from tokenmill.adapters.kempnerforge import datasets
+from tokenmill.adapters.kempnerforge import dataset as datasets
 from tokenmill.adapters.kempnerforge.config import AS_SAVED, DataConfig, StepShape, read_state
 from tokenmill.adapters.kempnerforge.sampler import DistributedSampler, MixtureSampler
 from tokenmill.adapters.torch import find_rank
@@ -91,6 +91,7 @@ class StepLoader:
     def __init__(self, batch_size: int, num_replicas: int, config: object, grad_accum_steps: int | None) -> None:
         self.batch_size = batch_size
         self.config = DataConfig() if config is None else DataConfig.of(config)
+        self.config.check_phases()
         self.grad_accum_steps = grad_accum_steps
         self._shape = StepShape(batch_size=batch_size, num_replicas=num_replicas, grad_accum_steps=grad_accum_steps)
         self._batches = 0
@@ -453,6 +454,7 @@ def build_dataloader(
     """
     train = getattr(config, "train", None)
     config = DataConfig.of(config if train is None else getattr(config, "data", config))
+    config.check_phases()
     batch_size, seq_len = _setting(batch_size, train, "batch_size"), _setting(seq_len, train, "seq_len")
     grad_accum_steps = _setting(grad_accum_steps, train, "grad_accum_steps", 1)
     seed = _setting(seed, train, "data_seed", _setting(None, train, "seed", 42))
