@@ -13,7 +13,8 @@ import pytest
 
 from tokenmill.errors import ConfigError
 from tokenmill.run.evals import overlaps
-from tokenmill.run.run import Run, long_records
+from tokenmill.run.report import long_records
+from tokenmill.run.run import Run
 from tokenmill.run.step import inspect_step, inspect_strip, row_arrays, same_rows
 from tokenmill.store import StoreSpec, StoreWriter
 from tokenmill.types import RECORD_TYPES, token_arrays

@@ -9,27 +9,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from tokenmill.config.run import ATTENTION
-from tokenmill.config.schedule import QuarantineConfig, limits
+from tokenmill.config.schedule import QuarantineConfig, ResolvedStage, limits, long_documents
 from tokenmill.errors import ConfigError
 from tokenmill.loader import LoaderOptions
 from tokenmill.loader.assemble import RECORD_ARRAYS, is_stored, record_type, stage_shapes
 from tokenmill.loader.layout import cost_unit, count_costs, deal, group_edges
 from tokenmill.packing.concat import ConcatRows
 from tokenmill.packing.index import QUARANTINED, are_excluded
-from tokenmill.packing.records import responses_of
-from tokenmill.packing.rows import count_ones, locate
+from tokenmill.packing.records import RecordRows, responses_of
+from tokenmill.packing.rows import FollowingRows, PackedRows, count_ones, locate
 from tokenmill.plan.plan import Plan, slots_before
 from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage
 from tokenmill.run.evals import Overlap, overlaps
 from tokenmill.run.history import read_history
 from tokenmill.run.inspect import Audit, audit
-from tokenmill.run.run import CUT_ENDS, EpochCount, Run, long_records
+from tokenmill.run.run import EpochCount, Run
 from tokenmill.store import Store
 from tokenmill.store.layout import token_keys
 from tokenmill.tables import as_json
@@ -43,6 +43,7 @@ from tokenmill.types import (
     token_arrays,
 )
 
+AnyRows: TypeAlias = ConcatRows | PackedRows | RecordRows
 AUDITED_ITEMS = 1 << 16
 """Of each array with a mask, so that a report takes no longer for a larger store."""
 
@@ -495,3 +496,85 @@ def _is_seen(plan: Plan, run: Run, edit: QuarantineConfig) -> bool:
         for document in some.tolist()
         for use in plan.when(edit.source, document)
     )
+
+
+# Records with a mask that do not fit a row. Plain text may be cut anywhere; an answer that is cut from its question
+# is trained on without it.
+
+_CUT = "what follows a cut is trained without what stood before"
+_GUIDE = "docs/guides/packing.md"
+_BEST_FIT = f'packing = "best_fit" cuts only longer ones, and none with on_long = "stop" or "drop" ({_GUIDE})'
+CUT_ENDS = {"truncate_end": "end", "truncate_start": "beginning"}
+"""Split -> which part of a long record is lost."""
+
+
+def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
+    """Yield a sentence for each stage and source that does not keep all records whole.
+
+    To `count` what is lost, lengths and masks are read; without, the time does not grow with a store.
+    """
+    parts = {part.spec.number: part for part in reversed(run.plan().stages)}
+    for number, stage in enumerate(run.config.resolved_stages):
+        packing = run._packing(stage)
+        for name, rows in parts[number].rows.items():
+            store = run.stores.get(name)
+            if store is None or not is_stored(rows) or not any(key in MASK_KEYS for key in store.keys):
+                continue  # text without a mask, live or stored
+            full = cast("AnyRows", rows.full if isinstance(rows, FollowingRows) else rows)
+            # Records that evals hold out, or that are in quarantine when the stage begins, lose nothing.
+            records = f"{store.num_documents - full.excluded.size:,} records of {name!r}"
+            if packing == "concat":
+                sentence = _cut_anywhere(stage, full, records, count=count)
+            elif packing == "bos_best_fit":
+                sentence = _cropped(stage, full, records, count=count)
+            else:
+                sentence = _longer(stage, full, records, packing, count=count)
+            if sentence:
+                yield f"stage {stage.name!r}: {sentence}"
+
+
+def _cut_anywhere(stage: ResolvedStage, rows: AnyRows, records: str, *, count: bool) -> str | None:
+    """Say how many records `concat` cuts."""
+    some = "some"
+    if count:
+        cut = count_crossing(cast("ConcatRows", rows))
+        if not cut:
+            return None
+        some = f"{cut:,}"
+    return f"{some} of {records} are cut where a row of {stage.seq_len:,} tokens ends: {_CUT}; {_BEST_FIT}"
+
+
+def _cropped(stage: ResolvedStage, rows: AnyRows, records: str, *, count: bool) -> str | None:
+    """Say how many records `bos_best_fit` cuts; where it discards the rest, no answer loses its question."""
+    if stage.crop == "discard":
+        return None
+    longer = rows.num_long
+    if count:
+        longer, _ = count_long(rows.store, stage.seq_len + 1, "allow", rows.excluded)
+    return (
+        f"{longer:,} of {records} are longer than a row of {stage.seq_len:,} tokens and are cut, and others where "
+        f"that fills a row: {_CUT}; {_BEST_FIT}"
+    )
+
+
+def _longer(stage: ResolvedStage, rows: AnyRows, records: str, packing: str, *, count: bool) -> str | None:
+    """Say how many records are longer than a row of `best_fit` or `padded`, and what they lose."""
+    split = long_documents(stage.on_long, stage.split, packing)
+    if count:
+        # A row of a sequence has one token more, the last label.
+        room = stage.seq_len + (rows.store.manifest.kind not in RECORD_TYPES)
+        longer, labels = count_long(rows.store, room, split, rows.excluded)
+        lost = f", {labels:,} trained tokens with them"
+    else:
+        longer, lost = rows.num_long, ""
+    if not longer:
+        return None
+    way_out = f'on_long = "drop" leaves them out, "stop" refuses them ({_GUIDE})'
+    if split == "drop":
+        fate = f"are dropped{lost}"
+        way_out = f'raise seq_len to keep them, or on_long = "stop" refuses them ({_GUIDE})'
+    elif split in CUT_ENDS:
+        fate = f"lose their {CUT_ENDS[split]}{lost}"
+    else:
+        fate = f"are cut: {_CUT}"
+    return f"{longer:,} of {records} are longer than a row of {stage.seq_len:,} tokens and {fate}; {way_out}"

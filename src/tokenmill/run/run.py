@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any
 
 from tokenmill.config.run import (
     DEFAULT_ARRAYS,
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from tokenmill.run.starter import Stores
     from tokenmill.store import Store
     from tokenmill.store.remote.fetch import Network
-
-    AnyRows: TypeAlias = ConcatRows | PackedRows | RecordRows
 
 logger = logging.getLogger("tokenmill")
 LIMIT_ROWS = 1 << 22
@@ -681,6 +679,8 @@ class Run:
     def _warn_of_long_records(self) -> None:
         """Log what becomes of conversations, pairs and groups that do not fit a row."""
         if any(key in MASK_KEYS for store in self.stores.values() for key in store.keys):
+            from tokenmill.run.report import long_records
+
             for sentence in long_records(self, count=False):
                 logger.warning("%s", sentence)
 
@@ -834,94 +834,3 @@ def _check_tokenizers(tokenizers: Mapping[str, tuple[Mapping[str, Any], str | No
                 f"sources: all must be prepared with one tokenizer, got {one} and {another} that differ in "
                 f"{key}{values}; {way_out}"
             )
-
-
-# Records with a mask that do not fit a row. Plain text may be cut anywhere; an answer that is cut from its question
-# is trained on without it.
-
-_CUT = "what follows a cut is trained without what stood before"
-_GUIDE = "docs/guides/packing.md"
-_BEST_FIT = f'packing = "best_fit" cuts only longer ones, and none with on_long = "stop" or "drop" ({_GUIDE})'
-CUT_ENDS = {"truncate_end": "end", "truncate_start": "beginning"}
-"""Split -> which part of a long record is lost."""
-
-
-def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
-    """Yield a sentence for each stage and source that does not keep all records whole.
-
-    To `count` what is lost, lengths and masks are read; without, the time does not grow with a store.
-    """
-    from tokenmill.loader.assemble import is_stored
-    from tokenmill.packing.rows import FollowingRows
-
-    parts = {part.spec.number: part for part in reversed(run.plan().stages)}
-    for number, stage in enumerate(run.config.resolved_stages):
-        packing = run._packing(stage)
-        for name, rows in parts[number].rows.items():
-            store = run.stores.get(name)
-            if store is None or not is_stored(rows) or not any(key in MASK_KEYS for key in store.keys):
-                continue  # text without a mask, live or stored
-            full = cast("AnyRows", rows.full if isinstance(rows, FollowingRows) else rows)
-            # Records that evals hold out, or that are in quarantine when the stage begins, lose nothing.
-            records = f"{store.num_documents - full.excluded.size:,} records of {name!r}"
-            if packing == "concat":
-                sentence = _cut_anywhere(stage, full, records, count=count)
-            elif packing == "bos_best_fit":
-                sentence = _cropped(stage, full, records, count=count)
-            else:
-                sentence = _longer(stage, full, records, packing, count=count)
-            if sentence:
-                yield f"stage {stage.name!r}: {sentence}"
-
-
-def _cut_anywhere(stage: ResolvedStage, rows: AnyRows, records: str, *, count: bool) -> str | None:
-    """Say how many records `concat` cuts."""
-    some = "some"
-    if count:
-        from tokenmill.run.report import count_crossing
-
-        cut = count_crossing(cast("ConcatRows", rows))
-        if not cut:
-            return None
-        some = f"{cut:,}"
-    return f"{some} of {records} are cut where a row of {stage.seq_len:,} tokens ends: {_CUT}; {_BEST_FIT}"
-
-
-def _cropped(stage: ResolvedStage, rows: AnyRows, records: str, *, count: bool) -> str | None:
-    """Say how many records `bos_best_fit` cuts; where it discards the rest, no answer loses its question."""
-    if stage.crop == "discard":
-        return None
-    longer = rows.num_long
-    if count:
-        from tokenmill.run.report import count_long
-
-        longer, _ = count_long(rows.store, stage.seq_len + 1, "allow", rows.excluded)
-    return (
-        f"{longer:,} of {records} are longer than a row of {stage.seq_len:,} tokens and are cut, and others where "
-        f"that fills a row: {_CUT}; {_BEST_FIT}"
-    )
-
-
-def _longer(stage: ResolvedStage, rows: AnyRows, records: str, packing: str, *, count: bool) -> str | None:
-    """Say how many records are longer than a row of `best_fit` or `padded`, and what they lose."""
-    split = long_documents(stage.on_long, stage.split, packing)
-    if count:
-        from tokenmill.run.report import count_long
-
-        # A row of a sequence has one token more, the last label.
-        room = stage.seq_len + (rows.store.manifest.kind not in RECORD_TYPES)
-        longer, labels = count_long(rows.store, room, split, rows.excluded)
-        lost = f", {labels:,} trained tokens with them"
-    else:
-        longer, lost = rows.num_long, ""
-    if not longer:
-        return None
-    way_out = f'on_long = "drop" leaves them out, "stop" refuses them ({_GUIDE})'
-    if split == "drop":
-        fate = f"are dropped{lost}"
-        way_out = f'raise seq_len to keep them, or on_long = "stop" refuses them ({_GUIDE})'
-    elif split in CUT_ENDS:
-        fate = f"lose their {CUT_ENDS[split]}{lost}"
-    else:
-        fate = f"are cut: {_CUT}"
-    return f"{longer:,} of {records} are longer than a row of {stage.seq_len:,} tokens and {fate}; {way_out}"
