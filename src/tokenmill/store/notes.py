@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -199,6 +200,12 @@ def find_origin(shard: Path, document: int, begins: Int64Array) -> Origin | None
 
     `begins` are the first documents of the shards up to this one, counted as the document is.
     """
+    noted = _noted(shard, begins)
+    return _find(noted[0], document - noted[1]) if noted else None
+
+
+def _noted(shard: Path, begins: Int64Array) -> tuple[Path, int] | None:
+    """Return the file that says where the documents of a shard came from, and the first document of its unit."""
     folder = shard.parent / ORIGINS_FOLDER
     if not is_shard_name(shard.name) or not folder.is_dir():
         return None
@@ -207,8 +214,33 @@ def find_origin(shard: Path, document: int, begins: Int64Array) -> Origin | None
     for back in range(min(number + 1, begins.size)):
         file = origins_file(shard.parent, number - back)
         if file.exists():
-            return _find(file, document - int(begins[-1 - back]))
+            return file, int(begins[-1 - back])
     return None
+
+
+def kept_fields(store: Store, begin: int, end: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the fields that were kept of the records of documents `begin` to `end` (exclusive)."""
+    shards = np.searchsorted(store.document_begins, [begin, end - 1], side="right") - 1
+    for shard in range(int(shards[0]), int(shards[1]) + 1):
+        first, last = (int(document) for document in store.document_begins[shard : shard + 2])
+        first, last = max(begin, first), min(end, last)
+        place = _shard_place(store, shard)
+        for files in store.remotes:
+            if place is not None and place.parent == files.folder:
+                files.bring_origins(place.name)
+        noted = _noted(place, store.document_begins[: shard + 1]) if place is not None else None
+        if noted is None:
+            yield from repeat({}, last - first)
+            continue
+        status = noted[0].stat()
+        mapped, sections, footer = _open(noted[0], status.st_size, status.st_mtime_ns)
+        known = max(first, min(last, noted[1] + footer.documents)) if ENDS in sections else first
+        ends = sections[ENDS].view("<u8") if known > first else np.empty(0, np.uint64)
+        for document in range(first - noted[1], known - noted[1]):
+            start = int(ends[document - 1]) if document else 0
+            yield _decoded(noted[0], sections[KEPT][start : int(ends[document])])
+        mapped.check()
+        yield from repeat({}, last - known)
 
 
 def input_of(manifest: Manifest, document: int) -> Origin:
@@ -239,12 +271,17 @@ def _find(file: Path, document: int) -> Origin | None:
     if ENDS in sections:
         ends = sections[ENDS].view("<u8")
         begin, end = (int(ends[document - 1]) if document else 0), int(ends[document])
-        try:
-            kept = msgspec.json.decode(sections[KEPT][begin:end].tobytes(), type=dict[str, Any])
-        except ValueError as error:
-            raise _bad_origins(file, error) from None
+        kept = _decoded(file, sections[KEPT][begin:end])
     mapped.check()
     return Origin(file=name, place=int(run["line"]) + document - int(run["document"]) + 1, counts=counts, kept=kept)
+
+
+def _decoded(file: Path, text: Uint8Array) -> dict[str, Any]:
+    try:
+        kept: dict[str, Any] = msgspec.json.decode(text.tobytes(), type=dict[str, Any])
+    except ValueError as error:
+        raise _bad_origins(file, error) from None
+    return kept
 
 
 @lru_cache(maxsize=4)

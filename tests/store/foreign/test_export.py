@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import numpy as np
 import pytest
 
+from tokenmill.build import PrepareOptions, prepare
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import ForeignOptions, StoreSpec, StoreWriter, export_store, open_store
 
@@ -233,3 +235,47 @@ def test_ids_that_a_signed_number_cannot_hold_are_refused(tmp_path):
         writer.commit()
     with pytest.raises(StoreError, match=r"ids must be below 2\*\*31 for this format, got 2147483648"):
         export_store(tmp_path / "web", out=tmp_path / "out", format="astrai-bin")
+
+
+def test_kept_fields_become_columns(tmp_path):
+    """Of one type where all values have it, else JSON; a field with the name of an array gets another name."""
+    import pyarrow.parquet as pq
+
+    rows = [
+        {"text": f"text {n}", "url": f"https://a/{n}", "id": n, "score": [0.5, 1][n % 2], "ok": n % 3 == 0}
+        | {"meta": {"n": [n]}, "mixed": ["a", 1][n % 2], "input_ids": "x", "large": 1 << 62}
+        for n in range(9)
+    ]
+    del rows[4]["url"]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = PrepareOptions(
+        keep=("url", "id", "score", "ok", "meta", "mixed", "input_ids", "large"), chunk_bytes=300
+    )
+    prepare(tmp_path / "in.jsonl", out=tmp_path / "a", workers=1, progress=False, options=options)
+    prepare(tmp_path / "in.jsonl", out=tmp_path / "b", workers=1, progress=False)
+    for path, kept in ((tmp_path / "a", True), (tmp_path / "b", False)):
+        export_store(path, out=tmp_path / f"{path.name}-hf", format="hf")
+        table = pq.read_table(tmp_path / f"{path.name}-hf" / "data")
+        store = open_store(path)
+        assert table["input_ids"].to_pylist() == [store.fetch_record(n, "sequence").tolist() for n in range(9)]
+        assert (table.column_names == ["input_ids"]) is not kept
+    assert store.num_shards == 1
+    table = pq.read_table(tmp_path / "a-hf" / "data")
+    assert open_store(tmp_path / "a").num_shards > 2
+    types = {field.name: str(field.type) for field in table.schema}
+    assert types.pop("input_ids") == "list<element: int32>"
+    assert types == {
+        "url": "string", "id": "int64", "score": "double", "ok": "bool", "meta": "string", "mixed": "string",
+        "kept_input_ids": "string", "large": "int64",
+    }  # fmt: skip
+    for number, row in enumerate(table.to_pylist()):
+        wanted = rows[number]
+        assert row["url"] == wanted.get("url")
+        assert (row["id"], row["score"], row["ok"], row["large"]) == (
+            number,
+            wanted["score"],
+            wanted["ok"],
+            1 << 62,
+        )
+        assert (json.loads(row["meta"]), json.loads(row["mixed"])) == (wanted["meta"], wanted["mixed"])
+        assert row["kept_input_ids"] == "x"

@@ -12,12 +12,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeAlias
 
 import numpy as np
 import xxhash
@@ -29,6 +29,7 @@ from tokenmill.store.foreign.files import MEGATRON_MAGIC, META, ForeignOptions
 from tokenmill.store.foreign.formats import MEGATRON_HEADER
 from tokenmill.store.foreign.open import SIDECAR
 from tokenmill.store.layout import UNKNOWN, token_keys
+from tokenmill.store.notes import kept_fields
 from tokenmill.store.reader import Store, open_store
 from tokenmill.store.writer import POSITION_IDS, import_h5py
 from tokenmill.tables import check_option, path_of
@@ -355,18 +356,20 @@ def _write_hf(store: Store, keys: Sequence[str], folder: Path, advance: Advance)
     import pyarrow.parquet as pq
 
     (folder / "data").mkdir()
+    kept = _kept_columns(store)
     facts = {"kind": store.manifest.kind, "tokenizer": dict(store.manifest.tokenizer)}
     fields = []
     for key in keys:
         kind = pa.list_(pa.from_numpy_dtype(np.dtype("|u1") if key in MASK_KEYS else _dtype(store, key)))
         fields.append((_COLUMNS.get(key, key), pa.list_(kind) if store.axis(key) == "responses" else kind))
+    fields += [(name, getattr(pa, "string" if type_ == "json" else type_)()) for name, (_, type_) in kept.items()]
     schema = pa.schema(fields, metadata={"tokenmill": json.dumps(facts)})
     for shard in range(store.num_shards):
         name = f"train-{shard:05d}-of-{store.num_shards:05d}.parquet"
         with pq.ParquetWriter(folder / "data" / name, schema, compression="zstd") as file:
             for begin, end in _ranges(store, *store.document_begins[shard : shard + 2].tolist()):
                 columns = []
-                for key, field in zip(keys, schema, strict=True):
+                for key, field in zip(keys, schema, strict=False):  # kept fields come last
                     flat, levels = _ragged(store, key, begin, end)
                     kinds, type_ = [], field.type
                     for _ in levels:
@@ -377,7 +380,56 @@ def _write_hf(store: Store, keys: Sequence[str], folder: Path, advance: Advance)
                         column = pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), column, type=kind)
                     columns.append(column)
                     advance(flat.size)
+                values = _kept_values(store, kept, begin, end)
+                columns += [pa.array(values[name], schema.field(name).type) for name in kept]
                 file.write_batch(pa.record_batch(columns, schema=schema))
+
+
+KeptColumns: TypeAlias = Mapping[str, tuple[str, str]]
+"""Column -> the kept field that it holds, and the Arrow type of its values, or `json` for texts in JSON."""
+
+
+def _kept_columns(store: Store) -> KeptColumns:
+    """Return the columns for the fields that `prepare --keep` stored of the records; reads all of them."""
+    kinds: dict[str, set[str]] = {}
+    for fields in kept_fields(store, 0, store.num_documents):
+        for name, value in fields.items():
+            kinds.setdefault(name, set()).update(() if value is None else (_kind_of(value),))
+    taken = {*store.keys, *_COLUMNS.values()}
+    return {f"kept_{name}" if name in taken else name: (name, _arrow_type(found)) for name, found in kinds.items()}
+
+
+def _kind_of(value: object) -> str:
+    if type(value) is int:
+        return "exact" if abs(value) <= 1 << 53 else "int64" if -(1 << 63) <= value < 1 << 63 else "json"
+    return {bool: "bool_", float: "float64", str: "string"}.get(type(value), "json")
+
+
+def _arrow_type(kinds: Set[str]) -> str:
+    """Return the type of a column; values of several types, and tables, become JSON.
+
+    >>> _arrow_type({"exact", "float64"}), _arrow_type({"string"}), _arrow_type({"string", "exact"})
+    ('float64', 'string', 'json')
+    """
+    if kinds <= {"exact", "int64"}:
+        return "int64" if kinds else "string"
+    if kinds <= {"exact", "float64"}:
+        return "float64"
+    return next(iter(kinds)) if len(kinds) == 1 else "json"
+
+
+def _kept_values(store: Store, kept: KeptColumns, begin: int, end: int) -> dict[str, list[Any]]:
+    """Return the values of each column for some documents."""
+    fields = list(kept_fields(store, begin, end)) if kept else []
+    values: dict[str, list[Any]] = {}
+    for column, (name, type_) in kept.items():
+        found = [each.get(name) for each in fields]
+        if type_ == "json":
+            found = [None if value is None else json.dumps(value, ensure_ascii=False) for value in found]
+        values[column] = (
+            [None if value is None else float(value) for value in found] if type_ == "float64" else found
+        )
+    return values
 
 
 def _ranges(store: Store, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -470,12 +522,29 @@ def _store_digest(store: Store, keys: Sequence[str], advance: Advance) -> dict[s
     return digest.to_json()
 
 
+def _kept_digest(store: Store) -> dict[str, list[str]]:
+    """Return the digests of the columns of kept fields."""
+    digest, kept = _Digest(), _kept_columns(store)
+    for begin in range(0, store.num_documents if kept else 0, _ROWS):
+        for name, values in _kept_values(store, kept, begin, min(begin + _ROWS, store.num_documents)).items():
+            digest.add(name, *_texts_of(values))
+    return digest.to_json()
+
+
+def _texts_of(values: Sequence[object]) -> tuple[AnyArray, list[int]]:
+    """Return values of any kind as JSON: bytes end to end, and the length of each."""
+    texts = [json.dumps(value).encode() for value in values]
+    return np.frombuffer(b"".join(texts), np.uint8), [len(text) for text in texts]
+
+
 def _compare(
     store: Store, keys: Sequence[str], format: str, folder: Path, advance: Advance
 ) -> tuple[list[str], list[str]]:
     """Read a folder back and compare it with the store; return the names of the readers, and notes."""
     export, kind = EXPORTS[format], store.manifest.kind
     expected = _store_digest(store, keys, advance)
+    if format == "hf":
+        expected |= _kept_digest(store)
     readers, notes = [], []
     if export.opened_as is None:
         digest = _Digest()
@@ -610,6 +679,9 @@ def _lists(table: Any) -> ArrayBlocks:  # noqa: ANN401 - pyarrow ships no types
     keys = {column: key for key, column in _COLUMNS.items()}
     for column in table.column_names:
         key = keys.get(column, column)
+        if not pa.types.is_list(table[column].type):  # a kept field
+            yield key, *_texts_of(table[column].to_pylist())
+            continue
         lengths, values = pc.list_value_length(table[column]).to_numpy(), pc.list_flatten(table[column])
         if pa.types.is_list(values.type):
             yield f"{key}/groups", np.empty(0, np.int64), lengths
