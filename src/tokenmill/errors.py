@@ -28,8 +28,11 @@ from difflib import get_close_matches
 from operator import index
 from unicodedata import category
 
-_SECRETS = re.compile(r"""(\w\w:/{1,2})(?:[^/\s'"]*@|[^/\s:@'"]*:(?!\d*(?:[/\s'"]|$))[^\s@'"]*@)""")
-"""What stands before the host of an address, also where `Path` has taken a slash from it, or a key has slashes."""
+_SECRETS = re.compile(
+    r"""(\w\w:/{1,2})(?:[^/\s'"]*@|[^/\s:@'"]*:(?!\d*(?:[/\s'"]|$))[^\s@'"]*@)|(\bhf:)[^\s'"]*@"""
+)
+"""What stands before the host of an address, also where `Path` has taken a slash from it, or a key has slashes; and
+what stands before the @ of a dataset that is written like an address."""
 
 
 def without_secrets(text: str) -> str:
@@ -37,8 +40,10 @@ def without_secrets(text: str) -> str:
 
     >>> without_secrets("s3://KEY:SEC/RET@bucket/a: no file, got https://me:SECRET@host:80/b@c")
     's3://bucket/a: no file, got https://host:80/b@c'
+    >>> without_secrets("hf:me:SEC/RET@data: no dataset")
+    'hf:data: no dataset'
     """
-    return _SECRETS.sub(r"\1", text) if "@" in text else text
+    return _SECRETS.sub(r"\1\2", text) if "@" in text else text
 
 
 def harmless(text: str) -> str:

@@ -187,3 +187,27 @@ def test_a_user_and_a_password_in_an_address_are_said_and_written_nowhere(
     for path in set(folder.rglob("*")) - kept:
         assert CANARY not in str(path)
         assert path.is_dir() or CANARY.encode() not in path.read_bytes(), path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "prepare {} --out o",
+        "import {} --out o",
+        "inspect {}",
+        "verify {}",
+        "prepare a.jsonl --tokenizer {} --out o",
+    ],
+)
+@pytest.mark.parametrize("secret", ["SECRET", "SEC/RET"])
+def test_a_dataset_that_is_written_like_an_address_is_named_without_its_secret(
+    tokenmill, tmp_path, monkeypatch, command, secret
+):
+    """[N2.b]"""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    done = tokenmill(*command.format(f"hf:user:{secret}@data").split())
+    assert done.code == 1
+    assert "RET" not in done.out + done.err
+    assert "hf:data" in done.err
