@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 
+import tokenmill as tm
 from tokenmill.run.run import Run
 
 ENTRY = Path(sys.executable).parent / "tokenmill"
@@ -81,6 +84,39 @@ def test_what_as_a_table_shows_documents_as_they_are(tokenmill, run_toml):
     without = tokenmill("what", run_toml, "--step", 7, "--no-text")
     assert without.code == 0
     assert "[bold]" not in without.out
+
+
+def test_no_name_of_what_is_broken_on_a_narrow_terminal(tokenmill, tmp_path, monkeypatch):
+    """A long address stands on a line of its own, as it is copied from there."""
+    monkeypatch.setenv("COLUMNS", "80")
+    address = "https://docs.example.org/en/latest/library/something/very/long/page.html?with=query&and=more"
+    text = "These are the words of a page, which are more than sixteen tokens."
+    with tarfile.open(tmp_path / "pages-with-a-long-name.tar", "w") as tar:
+        for number in range(12):
+            for ending, data in (("txt", text), ("json", json.dumps({"url": address}))):
+                member = tarfile.TarInfo(f"html/{number:06}.{ending}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data.encode()))
+    options = tm.PrepareOptions(keep=("__key__", "url"))
+    store = {"out": tmp_path / "html-documents", "tokenizer": "bytes", "workers": 1, "progress": False}
+    tm.prepare(tmp_path / "pages-with-a-long-name.tar", options=options, **store)
+    tables = '[run]\nsteps = 2\nglobal_batch_size = 2\nseq_len = 99\n[[sources]]\nname = "html-documents"\n'
+    (tmp_path / "run.toml").write_text(f'{tables}store = "html-documents"\n', encoding="utf-8")
+    spans = spans_of(tokenmill("what", tmp_path / "run.toml", "--step", 1, "--json").json)
+    title, head, *lines = tokenmill("what", tmp_path / "run.toml", "--step", 1).lines
+    assert (title, head.split()) == (
+        "Step 1, stage 'main'",
+        ["slot", "source", "row", "document", "tokens", "from"],
+    )
+    assert len(lines) == 4 * len(spans)
+    for span, line, *below in zip(spans, *(lines[place::4] for place in range(4)), strict=True):
+        tokens = f"{span['start']}:{span['start'] + span['length']}"
+        where = f"pages-with-a-long-name.tar member {span['document'] + 1}"
+        placed = [str(span[name]) for name in ("slot", "source", "row", "document")]
+        assert line.split(maxsplit=5) == [*placed, tokens, where]
+        key = f"__key__=html/{span['document']:06}"
+        assert below == [f"      {each}" for each in (key, f"url={address}", span["text"])]
+    assert max(len(line) for line in (title, head, *lines) if address not in line) <= 80
 
 
 def test_when_is_the_inverse_of_what(tokenmill, run_toml):
@@ -158,4 +194,4 @@ def test_what_and_when_name_the_file_and_line_of_every_document(tokenmill, run_t
             "when", run_toml, "--source", span["source"], "--document", span["document"], "--json"
         ).json
         assert (when["source"], when["document"], when["origin"]) == (span["source"], span["document"], origin)
-    assert re.search(r" web\.jsonl:\d+ ", tokenmill("what", run_toml, "--step", 3).out)
+    assert re.search(r" web\.jsonl:\d+$", tokenmill("what", run_toml, "--step", 3).out, re.MULTILINE)

@@ -212,14 +212,17 @@ def what(
             origin = store.origin(span.document)
             spans.append({**asdict(span), "origin": origin, "text": words})
             tokens = f"{span.start}:{span.start + span.length}"
-            lines.append((use.slot, use.source, use.row, span.document, _shown(origin), tokens, words))
+            kept = [f"{name}={value}" for name, value in origin.kept.items()]
+            below = [*map(ui.printable, kept), *([words] if words is not None else [])]
+            spot = ui.printable(str(origin))
+            lines.append(((use.slot, use.source, use.row, span.document, tokens, spot), below))
         rows.append({"slot": use.slot, "source": use.source, "row": use.row, "spans": spans})
     stage = plan.at(step).stage
     if json:
         ui.print_json({"step": step, "stage": stage, "rows": rows})
         return
-    columns = ("slot", "source", "row", "document", "from", "tokens", "text")
-    ui.print_table(f"Step {step}, stage {stage!r}", columns, lines)
+    columns = ("slot", "source", "row", "document", "tokens", "from")
+    ui.print_entries(f"Step {step}, stage {stage!r}", columns, lines)
 
 
 def _shown(origin: Origin) -> str:

@@ -286,6 +286,33 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
     console.print(_rich(title, columns, rows))
 
 
+INDENT = 6
+"""Of what stands below an entry."""
+
+
+def print_entries(
+    title: str, columns: Sequence[str], entries: Sequence[tuple[Sequence[object], Sequence[str]]]
+) -> None:
+    """Print a line for each entry, and below it texts that no column has room for."""
+    texts = [list(columns), *([cell(value) for value in values] for values, _ in entries)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    numeric = [is_numeric(column) for column in zip(*(values for values, _ in entries), strict=True)]
+
+    def line(values: Sequence[str]) -> Text:
+        padded = zip(values, widths, numeric, strict=True)
+        words = (text.rjust(width) if right else text.ljust(width) for text, width, right in padded)
+        return Text(without_secrets("  ".join(words).rstrip()))
+
+    console.print(Text(title, "bold"))
+    for number, text in enumerate(texts):
+        shown = line(text)
+        if not number:
+            shown.stylize("bold")
+        console.print(shown, soft_wrap=True, highlight=False)
+        for below in entries[number - 1][1] if number else ():
+            console.print(Text(f"{' ' * INDENT}{without_secrets(below)}", "dim"), soft_wrap=True, highlight=False)
+
+
 def show_table(data: Table) -> None:
     """Print a table of a report, which a page may have as well; its texts cannot control the terminal."""
     data = replace(data, rows=[[_shown(value) for value in row] for row in data.rows])
