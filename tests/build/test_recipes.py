@@ -1,6 +1,7 @@
 """Every recipe through a whole build: what goes in as records comes out as the arrays of its training type."""
 
 import json
+import resource
 
 import msgspec
 import pyarrow as pa
@@ -55,6 +56,21 @@ def test_a_chat_trains_on_what_the_assistant_said_and_nothing_else(tmp_path, wor
     assert (store.manifest.kind, store.manifest.storage, verify(out).documents) == ("sft", storage_format, 40)
     assert [trained(store, i) for i in range(40)] == [f"It is {i}.<|im_end|>" for i in range(40)]
     assert store.fetch_record(7, "position_ids").tolist() == list(range(store.fetch_record(7, "sequence").size))
+
+
+def test_templates_are_rendered_in_a_worker_however_small_the_build(tmp_path):
+    """[S.c] Only there may the system limit a process."""
+
+    def cpu_of_children():
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    (tmp_path / "texts").mkdir()
+    before = cpu_of_children()
+    build([{"text": "a"}], tmp_path / "texts")
+    assert cpu_of_children() == before
+    build(CHATS, tmp_path, recipe="chat", chat_template="chatml")
+    assert cpu_of_children() > before
 
 
 def test_of_each_note_the_first_document_is_kept_over_units_and_builds(tmp_path):

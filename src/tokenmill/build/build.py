@@ -556,9 +556,17 @@ class WorkerPool:
                 job = msgspec.json.encode(write_job_file(Path(self.job.folder).parent, job))
             return run_by(self._executor, job, tasks, tick, self._watch())
         num_workers = min(self._num_workers, len(tasks))
-        if num_workers <= 1 and self._unit_timeout is None:
+        if num_workers <= 1 and self._unit_timeout is None and not self._needs_process():
             return (run_task(self.opened, task, tick) for task in tasks)
         return self.run_in_processes(tasks, num_workers, tick)
+
+    def _needs_process(self) -> bool:
+        """Whether records go through a chat template, which only a worker can hold to all its limits.
+
+        A function of the user that no worker can import keeps the build in this process even so.
+        """
+        encoder, map = self.opened.encoder, self.job.map
+        return encoder is not None and encoder.chat is not None and (map is None or is_importable(map))
 
     def run_in_processes(
         self, tasks: Sequence[Task], num_workers: int, tick: Callable[[], None]

@@ -346,7 +346,7 @@ _JOB = b"job "
 
 def main() -> None:
     """Serve the process that started this one, and end with it."""
-    tracked.killable = True
+    tracked.is_worker = True
     _end_with_parent()
     # Results have a descriptor of their own: what a library prints must not get between them.
     with os.fdopen(os.dup(1), "wb", buffering=0) as channel:

@@ -1,20 +1,27 @@
 from __future__ import annotations
 
+import re
 import resource
 import signal
+import subprocess
+import sys
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import numpy as np
 import pytest
 from jinja2.exceptions import SecurityError
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat import conversation, tracked
+from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.chat.render import render
-from tokenmill.encode.chat.template import ChatTemplate, compile_template
+from tokenmill.encode.chat.template import ChatTemplate, compile_template, load_template
+from tokenmill.encode.chat.tokens import ChatEncoder
 from tokenmill.encode.chat.tracked import budget
+from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError
 
 MESSAGES = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
@@ -309,14 +316,46 @@ def test_a_template_that_asks_for_escapes_is_refused():
         compile_template("a\n{% autoescape true %}{{ messages[0].content }}{% endautoescape %}", "x")
 
 
-def test_the_timer_of_a_program_and_its_handler_are_left_as_they_were():
+ENCODER = ChatEncoder(template=load_template("chatml", tokenizer="bytes"), tokenizer=open_tokenizer("bytes"))
+
+
+def state_of_the_process():
+    """All that could stop another part of the program, or be taken from it."""
+    signals = (signal.SIGVTALRM, signal.SIGPROF, signal.SIGALRM)
+    timers = (signal.ITIMER_VIRTUAL, signal.ITIMER_PROF, signal.ITIMER_REAL)
+    return (
+        resource.getrlimit(resource.RLIMIT_DATA),
+        [signal.getsignal(number) for number in signals],
+        [signal.getitimer(timer) == (0, 0) for timer in timers],
+    )
+
+
+def test_the_process_of_the_user_is_left_alone_while_chats_are_encoded():
+    """[S.c] Its limits and signals stay as they are, and another thread has all memory."""
+    before = state_of_the_process()
+
+    def look():
+        states = []
+        for _ in range(20):
+            states.append(state_of_the_process())
+            assert np.empty(5 << 28, np.uint8).size == 5 << 28  # 1.25 GiB
+        return states
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        while not looking.done():
+            assert not ENCODER.encode([Conversation(messages=MESSAGES)] * 20).refused
+        assert looking.result() == [before] * 20
+    assert state_of_the_process() == before
+
+
+def test_the_timer_of_a_program_and_its_handler_run_while_a_template_does():
     calls = []
     before = signal.signal(signal.SIGVTALRM, lambda *_: calls.append(1))
-    signal.setitimer(signal.ITIMER_VIRTUAL, 100)
     try:
-        assert rendered("{{ messages[0].content }}") == "question"
-        assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] > 90
-        signal.raise_signal(signal.SIGVTALRM)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 1e-6)
+        while not calls:
+            assert rendered("{{ messages[0].content }}") == "question"
         assert calls == [1]
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
@@ -327,18 +366,65 @@ UNCOUNTED = {
     "time": "{% for x in range(99999) %}{% for y in range(99999) %}{% endfor %}{% endfor %}",
     "memory": KEEP,
 }
+TOO_MUCH = r"more than (0.05 s of the processor|64 MB of memory): test$"
+
+
+def run_uncounted(what):
+    """Render with small limits of time and memory, and none of steps."""
+    tracked.MAX_SECONDS = 0.05 if what == "time" else 60
+    tracked.MAX_BYTES = 64 << 20
+    conversation.budget = partial(budget, 1 << 40)
+    return rendered(UNCOUNTED[what])
 
 
 @pytest.mark.parametrize("thread", ["main", "other"])
 @pytest.mark.parametrize("what", ["time", "memory"])
 def test_time_and_memory_of_a_record_are_limited_whatever_the_steps_say(what, thread, monkeypatch):
     """As where an operation takes more than is counted for it; the error names the template [S.c]."""
-    monkeypatch.setattr(tracked, "MAX_SECONDS", 0.05 if what == "time" else 60)
-    monkeypatch.setattr(tracked, "MAX_BYTES", 64 << 20)
+    for module, name in ((tracked, "MAX_SECONDS"), (tracked, "MAX_BYTES"), (conversation, "budget")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    before = state_of_the_process()
+    with ThreadPoolExecutor(1) as pool, pytest.raises(Refusal, match=TOO_MUCH):
+        run_uncounted(what) if thread == "main" else pool.submit(run_uncounted, what).result()
+    assert state_of_the_process() == before
+
+
+@pytest.mark.parametrize("what", ["time", "memory"])
+def test_in_a_worker_the_system_itself_holds_a_record_to_time_and_memory(what):
+    """[S.c] Also where a template does what nobody has thought to count."""
+    program = (
+        "from tests.encode.chat.test_sandbox import run_uncounted, tracked\n"
+        "tracked.is_worker, tracked._check_limits = True, lambda left: left.__setitem__(0, 1 << 40)\n"
+        f"run_uncounted({what!r})\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert re.search(TOO_MUCH, done.stderr.strip())
+
+
+def test_memory_that_another_thread_takes_is_not_laid_to_a_record_of_few_steps(monkeypatch):
+    """A template that has not worked enough to have taken it goes on."""
+    monkeypatch.setattr(tracked, "MAX_BYTES", 1 << 28)
+    check = partial(tracked.charge, tracked._STEPS_BETWEEN + 1)
+    with budget(), tracked.limits():
+        check()
+        with ThreadPoolExecutor(1) as pool:
+            held = pool.submit(np.ones, 5 << 26, np.uint8).result()
+        check()
+        check()
+        check()
+        with pytest.raises(Refusal, match="more than 256 MB of memory"):
+            check()
+    assert held.size == 5 << 26
+
+
+def test_a_hostile_template_takes_its_time_once_for_all_that_is_asked_of_it(monkeypatch):
+    """[S.c] How it ends turns, and whether it writes BOS, are asked several times of one build."""
+    monkeypatch.setattr(tracked, "MAX_SECONDS", 0.2)
     monkeypatch.setattr(conversation, "budget", partial(budget, 1 << 40))
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    with ThreadPoolExecutor(1) as pool:
-        run = partial(rendered, UNCOUNTED[what])
-        with pytest.raises(Refusal, match=r"more than (0.05 s of the processor|64 MB of memory): test$"):
-            run() if thread == "main" else pool.submit(run).result()
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    template = ChatTemplate(source=UNCOUNTED["time"], where="test")
+    encoder = ChatEncoder(template=template, tokenizer=open_tokenizer("bytes"))
+    begin = time.process_time()
+    for _ in range(5):
+        assert (encoder.spelled, encoder.lacks_bos) == ((), False)
+    assert time.process_time() - begin < 0.6

@@ -96,7 +96,7 @@ def best_form(
             with limits():
                 form = _rendered(renderer, notes, add_generation_prompt, train_on, last_only)
         except Refusal as error:
-            if error.reason in _LIMITS:
+            if error.reason in LIMITS:
                 raise Refusal(error.reason, f"{error.detail}: {template.where}") from error
             if error.reason in _IN_ANY_FORM:
                 raise
@@ -114,7 +114,7 @@ def best_form(
     return min(taken, key=lambda form: form.unsaid), forms
 
 
-_LIMITS = frozenset(("too_large", "too_many_steps", "too_slow"))
+LIMITS = frozenset(("too_large", "too_many_steps", "too_slow"))
 """Reasons that are the template's fault: it is named."""
 _FAILS: Mapping[str, int] = {"missing": 1, "untracked": 2, "template_error": 2}
 """Reason -> how little it says, next to those that are not here."""

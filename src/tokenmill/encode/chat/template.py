@@ -567,7 +567,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
             if len(value) > LONG:
                 charge(len(value) // LONG)
         elif isinstance(value, list | tuple | Mapping):
-            charge(1 + _num_items(value) // _ITEMS)
+            _weigh(value)
         return value
 
     @classmethod
@@ -591,7 +591,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
     def sized(value: Any) -> Any:  # noqa: ANN401 - given back as it is
         """Count all that a list, tuple or dict holds, however deep; a shared part counts each time it occurs."""
         if isinstance(value, list | tuple | Mapping):
-            _num_items(value, charge)
+            _charge_items(value)
         return value
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
@@ -614,7 +614,7 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
                 if type(owner) is not Tracked:
                     _charge_made(obj.__name__, owner, args)
             elif isinstance(owner, list | tuple | Mapping):
-                looked_for = _num_items(args[0]) if args and isinstance(args[0], list | tuple | Mapping) else 0
+                looked_for = _weigh(args[0]) if args and isinstance(args[0], list | tuple | Mapping) else 0
                 if obj.__name__ not in _READING_DICTS:
                     self.weighed(owner)
                     charge(len(owner) * (1 + looked_for // _ITEMS))
@@ -698,24 +698,35 @@ class Counted:
         return len(self._values)  # type: ignore[arg-type]  # a TypeError is what jinja expects of an iterator
 
 
-def _num_items(value: Any, count: Callable[[int], None] | None = None) -> int:  # noqa: ANN401 - a list or table
-    """Return how many items a value holds, however deep; `count` is called with those of each list or table.
-
-    Without `count` the value is to be compared: a long text then counts as many items as take the same time.
-    """
-    pending, total = [value], 0
+def _charge_items(value: Any) -> None:  # noqa: ANN401 - a list or table
+    """Count all items that a value holds, however deep."""
+    pending = [value]
     while pending:
         inner = pending.pop()
         if isinstance(inner, Mapping):
             inner = [*inner, *inner.values()]
-        total += 1 + len(inner)
-        if count is not None:
-            count(1 + len(inner))
-        else:
-            total += sum(_ITEMS * (len(item) // LONG) for item in inner if isinstance(item, str))
-            if total > _ITEMS * MAX_STEPS:
-                break  # more than any budget has
+        charge(1 + len(inner))
         pending += [item for item in inner if isinstance(item, list | tuple | Mapping)]
+
+
+def _weigh(value: Any) -> int:  # noqa: ANN401 - a list or table
+    """Count the work of comparing a value, while it is looked through; return how many items it holds.
+
+    A long text counts as many items as take the same time.
+    """
+    charge()
+    pending, total, paid = [value], 0, 0
+    while pending and total <= _ITEMS * MAX_STEPS:  # more than any budget has
+        inner = pending.pop()
+        if isinstance(inner, Mapping):
+            inner = [*inner, *inner.values()]
+        total += 1 + len(inner)
+        total += sum(_ITEMS * (len(item) // LONG) for item in inner if isinstance(item, str))
+        pending += [item for item in inner if isinstance(item, list | tuple | Mapping)]
+        steps = total // _ITEMS - paid
+        if steps > 256 or not pending:  # a value that shares its parts may take for ever: the limits must see it
+            charge(steps)
+            paid += steps
     return total
 
 

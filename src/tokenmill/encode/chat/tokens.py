@@ -15,7 +15,7 @@ import numpy as np
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import MARKUP, NO_OPTIONS, Conversation
 from tokenmill.encode.chat.patterns import Patterns
-from tokenmill.encode.chat.render import Rendered, render
+from tokenmill.encode.chat.render import LIMITS, Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.tracked import limits
 from tokenmill.encode.tokenizer import Tokenizer, control_pattern, join, num_shared, split
@@ -267,6 +267,8 @@ class ChatEncoder:
     _controls: Controls = field(init=False, repr=False, compare=False)
     _patterns: dict[str, Patterns] = field(init=False, repr=False, compare=False, default_factory=dict)
     """By the options of a conversation, as a text."""
+    _examples: list[Rendered | None] = field(init=False, repr=False, compare=False, default_factory=list)
+    """The plain question and answer, once it is rendered."""
 
     def __post_init__(self) -> None:
         template = self.template
@@ -357,13 +359,20 @@ class ChatEncoder:
         return self.add_bos and identity.bos_id is not None
 
     def _shown(self) -> Rendered | None:
-        """Return a plain question and answer; None where the template takes none."""
-        for content in ("a", [{"type": "text", "text": "a"}]):
-            messages = [{"role": role, "content": content} for role in ("user", "assistant")]
-            try:
-                return render(self.template, messages, kwargs=self.kwargs)
-            except Refusal:
-                continue
+        """Return a plain question and answer; None where the template takes none. It is rendered once."""
+        if not self._examples:
+            self._examples.append(self._example())
+        return self._examples[0]
+
+    def _example(self) -> Rendered | None:
+        with limits():
+            for content in ("a", [{"type": "text", "text": "a"}]):
+                messages = [{"role": role, "content": content} for role in ("user", "assistant")]
+                try:
+                    return render(self.template, messages, kwargs=self.kwargs)
+                except Refusal as error:
+                    if error.reason in LIMITS:
+                        break
         return None
 
     def encode(self, conversations: Sequence[Conversation]) -> ChatEncoded:

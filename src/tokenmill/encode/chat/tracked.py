@@ -39,16 +39,18 @@ MAX_SECONDS = 10.0
 """Processor time that one record may take: some steps take longer than others, so counting them is not enough."""
 MAX_BYTES = 1 << 30
 """Memory that one record may take, beyond what the process has already."""
-killable = False
-"""Whether the system may end this process where a render does not stop, as in the workers of a build."""
+is_worker = False
+"""Whether this process is a worker of a build, which nothing else uses. Only there may the system limit the memory
+of the process, interrupt it by signals, and end it where a render does not stop."""
 _STEPS_BETWEEN = 1 << 12
-"""Steps between two checks of the time and memory that a render takes, in other threads than the main one. A step
-makes about 16 kB at most, and a check takes some microseconds."""
+"""Steps between two checks of the time and memory that a render takes. A check takes some microseconds."""
+_STEP_BYTES = 1 << 14
+"""Memory that a step takes at most."""
 
 T = TypeVar("T")
 
 _left: ContextVar[list[int]] = ContextVar("steps until the next check, and after it")
-_begun: ContextVar[list[float]] = ContextVar("seconds of the processor, and bytes, at the start of a record")
+_begun: ContextVar[list[float]] = ContextVar("time and memory at the start of a record, and its steps so far")
 
 
 @contextmanager
@@ -73,23 +75,23 @@ def budget(steps: int = MAX_STEPS) -> AbstractContextManager[None]:
 def limits() -> Iterator[Callable[[], None]]:
     """Refuse records that take too much time or memory, whatever a template does; the value starts the next record.
 
-    The system's timers interrupt the main thread alone; other threads check themselves. Python cannot be stopped in
-    the middle of one long operation: in a worker of a build the system then ends the process.
+    In a worker of a build the system holds the main thread to both: nothing else can stop Python in the middle of
+    one long operation. Elsewhere the process belongs to the user and is not changed. There the thread looks at its
+    own time, and at the memory of the process, while it counts steps.
     """
     if _begun.get(None) is not None:
         yield lambda: None
         return
-    in_main = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
-    begun = [math.inf, 1 << 62]
+    begun = [math.inf, 0.0, 0.0]
     token = _begun.set(begun)
     try:
-        if in_main:
+        if is_worker and threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
             with _limits_of_system() as start:
                 yield start
         else:
 
             def start_here() -> None:
-                begun[:] = time.thread_time(), _memory(_RESIDENT) or 0
+                begun[:] = time.thread_time(), 0.0, 0.0
 
             start_here()
             yield start_here
@@ -101,11 +103,9 @@ def limits() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _limits_of_system() -> Iterator[Callable[[], None]]:
-    before = signal.signal(signal.SIGVTALRM, _stop)
-    left, interval = signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS, 0.1)
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    if killable:
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGVTALRM, _stop)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
     records = 0
 
     def start() -> None:
@@ -113,8 +113,7 @@ def _limits_of_system() -> Iterator[Callable[[], None]]:
         # Processor time is the same under load. The timer repeats, as code that the template calls may catch the
         # first error.
         signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS, 0.1)
-        if killable:
-            signal.setitimer(signal.ITIMER_PROF, 3 * MAX_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, 3 * MAX_SECONDS)
         # Reading the memory in use takes longer than some renders, and it hardly grows in a few records.
         used = 0 if records % 8 else _memory(_DATA) or 0
         if used:
@@ -127,11 +126,7 @@ def _limits_of_system() -> Iterator[Callable[[], None]]:
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        if killable:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGVTALRM, before)
-        if left:
-            signal.setitimer(signal.ITIMER_VIRTUAL, left, interval)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 _RESIDENT, _DATA = 1, 5
@@ -181,11 +176,16 @@ def _check_limits(left: list[int]) -> None:
     if left[0] < 0:
         raise Refusal("too_many_steps", "the template takes more steps than a render may")
     begun = _begun.get(None)
-    if begun is not None and begun[0] != math.inf:
-        if time.thread_time() - begun[0] > MAX_SECONDS:
-            raise _too_slow()
-        if (_memory(_RESIDENT) or 0) - begun[1] > MAX_BYTES:
-            raise too_much_memory()
+    if begun is None or begun[0] == math.inf:
+        return
+    if time.thread_time() - begun[0] > MAX_SECONDS:
+        raise _too_slow()
+    memory = _memory(_RESIDENT) or 0
+    begun[1] = begun[1] or memory
+    begun[2] += _STEPS_BETWEEN
+    # Other threads take memory as well: a record with few steps cannot have taken it.
+    if memory - begun[1] > MAX_BYTES and begun[2] * _STEP_BYTES > MAX_BYTES:
+        raise too_much_memory()
 
 
 def charge_size(num_chars: int, num_parts: int = 0) -> None:
@@ -392,7 +392,9 @@ class Tracked(str):
         """Do what `str` does."""
         lines: list[str] = []
         at = 0
-        for whole, bare in zip(str.splitlines(self, True), str.splitlines(self), strict=True):
+        wholes = str.splitlines(self, True)
+        charge_size(len(self), len(wholes))
+        for whole, bare in zip(wholes, str.splitlines(self), strict=True):
             lines.append(self[at : at + len(whole if keepends else bare)])
             at += len(whole)
         return lines
