@@ -497,3 +497,20 @@ def test_ranks_of_one_job_share_the_stream_and_gather_one_state(make, folder):
     assert joined([drawn for drawn, _ in found]) == [batch[:2] for batch in (*alone, *alone[9:])]
     assert found[0][1] == found[1][1]
     assert found[0][1]["live"] == alone[8][2]["live"]
+
+
+@pytest.mark.parametrize("loader", [FLAT, FLAT_STATE, FIT, FIT_STATE])
+def test_another_split_is_an_assertion_error_as_there(make, loader):
+    with pytest.raises(AssertionError, match="split: must be 'train' or 'val', got 'valid'; use one of these"):
+        make(loader, split="valid")
+
+
+def test_a_loader_logs_a_line_and_validation_none(make, caplog):
+    """The plan behind it is of 2^40 steps, which say nothing to a reader."""
+    with caplog.at_level("INFO"):
+        for rank in range(2):
+            take(make(rank=rank, world_size=2), 3)
+        assert caplog.messages == ["nanochat: 3 files in 8 lanes, 4 rows of 16 tokens per batch on 2 ranks"]
+        for rank in range(2):
+            take(make(split="val", rank=rank, world_size=2), 3)
+    assert len(caplog.messages) == 1

@@ -47,6 +47,10 @@ P = ParamSpec("P")
 _log = logging.getLogger("tokenmill")
 
 
+class SplitError(ConfigError, AssertionError):
+    """A split that nanochat does not have, which is an AssertionError there."""
+
+
 class More(TypedDict, total=False):
     """What may be given by name beside nanochat's parameters."""
 
@@ -176,7 +180,7 @@ class _Stream:
             known = [*More.__annotations__, "buffer_size"]
             raise ConfigError(f"loader: parameters must be known, got {name!r}; {nearest(name, known)}")
         if split not in ("train", "val"):
-            raise ConfigError(f"split: must be 'train' or 'val', got {split!r}; use one of these")
+            raise SplitError(f"split: must be 'train' or 'val', got {split!r}; use one of these")
         files = _files(split, more)
         state = None if resume is None else _checked(resume)
         rank, world_size = find_rank(rank=more.get("rank"), world_size=more.get("world_size"))
@@ -209,6 +213,10 @@ class _Stream:
             threads=threads,
             arrays=("input_ids", "labels", "doc_ids"),
         )
+        self.loader.announces = False
+        if split == "train" and rank == 0:
+            shown = f"{len(files)} file{'s' * (len(files) > 1)} in {lanes} lane{'s' * (lanes > 1)}"
+            _log.info("nanochat: %s, %s rows of %s tokens per batch on %s ranks", shown, *shape, world_size)
         self._lanes = LaneLog(
             Path(more.get("lane_dir") or _base_dir() / LANE_FOLDER),
             self.loader,

@@ -205,6 +205,8 @@ class Loader:
         self._first_batch = list(accumulate((self._num_batches(stage) for stage in plan.stages), initial=0))
         """Micro-batches before each stage, and of all."""
         self._pools: dict[tuple[int, ...], assemble.BufferPool] = {}
+        self.announces = True
+        """Whether the plan and its stages are logged; those of endless text say nothing to a reader."""
         self.num_drawn = 0
         """Micro-batches of the run that lie before the next one."""
         self._waited = 0.0
@@ -672,7 +674,7 @@ class _Batches(Iterator[Batch]):
         step, edges = loader.step, loader._first_batch
         after = bisect_right(edges, loader.num_drawn)
         self._edge = edges[after] if after < len(edges) else -1
-        if not loader.part.layout.leads or step == loader.plan.steps:
+        if not loader.announces or not loader.part.layout.leads or step == loader.plan.steps:
             return
         if self._step < 0:
             _announce_plan(loader.plan, step)

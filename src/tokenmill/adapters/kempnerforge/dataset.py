@@ -434,7 +434,7 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
             text_field=self.text_field,
         )
         arrays = ("input_ids", "labels", "doc_ids") if self.pack_sequences else ("input_ids", "labels")
-        return LiveLoader(
+        loader = LiveLoader(
             open_live([self.documents], tokenizer=self.tokenizer_path, options=options),
             steps=ENDLESS,
             global_batch_size=self.lanes,
@@ -443,6 +443,8 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
             threads=self.threads,
             arrays=arrays,
         )
+        loader.announces = False
+        return loader
 
     def __iter__(self) -> Iterator[Sample]:
         if get_worker_info() is not None:
