@@ -12,6 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tomllib
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -465,7 +466,6 @@ def test_the_builder_refuses_rows_longer_than_the_model_takes(folder):
 
 
 def test_the_builder_takes_tables_and_counts_paths_from_the_working_directory(folder, monkeypatch, whole):
-    import tomllib
 
     monkeypatch.chdir(folder)
     loader = build_dataloader(2, 1, None, tomllib.loads(STAGED))
@@ -500,6 +500,71 @@ def test_a_loader_goes_on_from_a_state_that_is_loaded_while_it_runs(folder):
     assert torch.equal(next(begun)[1], drawn[0][1])
     other.load_state_dict(state)
     assert listed(begun) == rest
+
+
+THREE_STAGES = """
+[training]
+steps = 15
+local_batch_size = 2
+seq_len = 16
+
+[[training.data_stages]]
+name = "stage_1_general"
+start_step = 0
+end_step = 5
+dataset_type = "nanoset"
+dataset_folders = ["web", "books"]
+dataset_weights = [0.75, 0.25]
+seq_len = 16
+
+[[training.data_stages]]
+name = "stage_2_reasoning"
+start_step = 5
+end_step = 10
+dataset_type = "nanoset"
+dataset_folders = ["web", "books"]
+dataset_weights = [0.25, 0.75]
+seq_len = 16
+
+[[training.data_stages]]
+name = "stage_3_final"
+start_step = 10
+dataset_type = "nanoset"
+dataset_folders = ["books"]
+seq_len = 16
+dataset_random_seed = 9999
+"""
+
+
+def test_three_stages_resume_from_step_7_as_the_forks_own_test_run(folder, monkeypatch, caplog):
+    """Stage and position are restored, each step has the same batch, and two transitions are logged."""
+    monkeypatch.chdir(folder)
+    caplog.set_level("INFO", logger="tokenmill")
+
+    def made():
+        return build_dataloader(1, 0, None, tomllib.loads(THREE_STAGES))
+
+    whole = made()
+    stream, states, batches = iter(whole), [whole.state_dict()], []
+    for _ in range(15):
+        batches.append(listed([next(stream)])[0])
+        states.append(whole.state_dict())
+    assert [state["stage_name"] for state in states[:15:5]] == [
+        "stage_1_general",
+        "stage_2_reasoning",
+        "stage_3_final",
+    ]
+    told = [message for message in caplog.messages if "changes:" in message]
+    assert [message.partition(": stage")[0] for message in told] == ["step 5", "step 10"]
+    assert [message.partition("changes: ")[2] for message in told] == [
+        "weights",
+        "sources (books, web -> books), weights, seed 1234 -> 9999",
+    ]
+    resumed = made()
+    resumed.load_state_dict(states[7])
+    assert resumed.state_dict() == states[7]
+    assert listed(resumed) == batches[7:]
+    assert len({json.dumps(batch) for batch in batches}) == 15
 
 
 def test_the_state_has_the_keys_that_the_fork_documents_on_every_rank_at_any_time(folder):

@@ -1,5 +1,8 @@
 """A config that contradicts itself is refused, with the way out."""
 
+import tomllib
+from dataclasses import asdict, fields
+
 import pytest
 
 from tokenmill.adapters.kempnerforge import (
@@ -9,6 +12,8 @@ from tokenmill.adapters.kempnerforge import (
     TrainingPhase,
     build_dataloader,
 )
+from tokenmill.config.dialects import translate
+from tokenmill.config.dialects.kempnerforge import DataTable
 from tokenmill.errors import ConfigError
 
 WEB, CODE = DatasetSource(path="data/web", name="web"), DatasetSource(hf_name="org/code", weight=0.5)
@@ -65,6 +70,38 @@ WEB, CODE = DatasetSource(path="data/web", name="web"), DatasetSource(hf_name="o
 def test_a_config_that_cannot_be_right_is_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+DOCUMENTED = """
+[data]
+dataset_path = ""
+file_pattern = "*.npy"
+tokenizer_path = ""
+num_workers = 4
+pin_memory = true
+prefetch_factor = 2
+pack_sequences = false
+hf_dataset_name = ""
+hf_dataset_config = ""
+hf_dataset_split = "train"
+hf_dataset_text_field = "text"
+hf_streaming = false
+datasets = []
+mix_temperature = 1.0
+phases = []
+anneal_start_step = 0
+anneal_weights = {}
+"""
+
+
+def test_the_documented_table_is_taken_key_by_key_and_has_the_defaults():
+    """By the class and by a config file; names that are None by default may be empty."""
+    table = tomllib.loads(DOCUMENTED)["data"]
+    names = {"hf_dataset_name": None, "hf_dataset_config": None}
+    assert {**asdict(DataConfig(**table)), **names} == asdict(DataConfig())
+    assert list(table) == [item.name for item in fields(DataTable)]
+    found = translate({"train": {}, "data": table | {"dataset_path": "tokens"}}, where="kf.toml", world_size=1)
+    assert [source["store"] for source in found.tables["sources"]] == ["tokens/*.npy"]
 
 
 @pytest.mark.parametrize(

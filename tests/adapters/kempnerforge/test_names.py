@@ -7,6 +7,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from tokenmill.adapters import kempnerforge
 from tokenmill.adapters.kempnerforge import (
@@ -138,6 +139,15 @@ def test_parameters_of_methods_are_the_documented_ones():
         assert names(sampler.load_state_dict) == ["state"]
     assert names(MixtureSampler.update_weights) == ["weights", "temperature"]
     assert names(StatefulDataLoader.load_state_dict) == ["state"]
+
+
+def test_classes_have_the_documented_bases():
+    bases = {
+        Sampler: [DistributedSampler, MixtureSampler],
+        Dataset: [MemoryMappedDataset, HuggingFaceDataset, MixtureDataset],
+        IterableDataset: [StreamingHuggingFaceDataset],
+    }
+    assert [kind for base, kinds in bases.items() for kind in kinds if not issubclass(kind, base)] == []
 
 
 def test_a_stream_has_no_length():

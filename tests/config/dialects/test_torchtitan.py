@@ -174,6 +174,24 @@ def test_other_types_are_one_path(kind):
     assert found.tables["sources"] == [{"name": "tokens.npy", "store": "/data/web/tokens.npy"}]
 
 
+@pytest.mark.parametrize("name", ["org/packed", "/data/packed"])
+def test_the_name_of_a_dataset_is_enough_for_preprocessed(name):
+    found = taken(dataset_type="preprocessed", dataset=name)
+    assert found.tables["sources"] == [{"name": "packed", "store": f"hf:{name}"}]
+    assert found.tables["run"]["packing"] == "concat"
+    assert "relative" not in " ".join(found.notes)
+
+
+def test_sequences_of_packed_memmap_are_kept_whole_in_their_stages_alone():
+    chats = {"name": "b", "start_step": 10, "dataset_type": "packed_memmap", "dataset_path": "/chats", "seq_len": 8}
+    found = taken(nanoset("a", 0, [1.0], dataset_folders=["/data/web"]), chats, nanoset("c", 20))
+    assert found.tables["run"]["packing"] == "concat"
+    assert [stage.get("packing") for stage in found.tables["stages"]] == [None, "best_fit", None]
+    alone = taken(dataset_type="packed_memmap", dataset_path="/chats")
+    assert alone.tables["run"]["packing"] == "best_fit"
+    assert CUT not in alone.notes
+
+
 def test_one_place_is_one_source_whatever_type_and_spelling_it_has():
     stages = [
         nanoset("a", 0, [1.0], dataset_folders=["/data/web"]),
