@@ -176,11 +176,7 @@ class _Stream:
         resume: Mapping[str, Any] | None,
         more: More,
     ) -> None:
-        for name in set(more) - set(More.__annotations__):
-            known = [*More.__annotations__, "buffer_size"]
-            raise ConfigError(f"loader: parameters must be known, got {name!r}; {nearest(name, known)}")
-        if split not in ("train", "val"):
-            raise SplitError(f"split: must be 'train' or 'val', got {split!r}; use one of these")
+        _check_call(split, more)
         files = _files(split, more)
         state = None if resume is None else _checked(resume)
         rank, world_size = find_rank(rank=more.get("rank"), world_size=more.get("world_size"))
@@ -215,8 +211,7 @@ class _Stream:
         )
         self.loader.announces = False
         if split == "train" and rank == 0:
-            shown = f"{len(files)} file{'s' * (len(files) > 1)} in {lanes} lane{'s' * (lanes > 1)}"
-            _log.info("nanochat: %s, %s rows of %s tokens per batch on %s ranks", shown, *shape, world_size)
+            _announce(len(files), lanes, shape, world_size)
         self._lanes = LaneLog(
             Path(more.get("lane_dir") or _base_dir() / LANE_FOLDER),
             self.loader,
@@ -292,6 +287,21 @@ class _Stream:
             )
         self.loader.load_state_dict(live)
         self._rows_before = rows - live["step"] * self._each
+
+
+def _check_call(split: str, more: More) -> None:
+    """Refuse a split or parameters that are not known."""
+    for name in set(more) - set(More.__annotations__):
+        known = [*More.__annotations__, "buffer_size"]
+        raise ConfigError(f"loader: parameters must be known, got {name!r}; {nearest(name, known)}")
+    if split not in ("train", "val"):
+        raise SplitError(f"split: must be 'train' or 'val', got {split!r}; use one of these")
+
+
+def _announce(files: int, lanes: int, shape: tuple[int, int], ranks: int) -> None:
+    numbers = ((files, "file"), (lanes, "lane"), (ranks, "rank"))
+    shown = [f"{number} {noun}{'s' * (number != 1)}" for number, noun in numbers]
+    _log.info("nanochat: %s in %s, %s rows of %s tokens per batch on %s", *shown[:2], *shape, shown[2])
 
 
 class _Window(NamedTuple):
