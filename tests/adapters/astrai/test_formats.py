@@ -46,12 +46,19 @@ def test_stores_of_ours_are_of_either_type(ours, storage):
 def test_what_is_no_store_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="got nothing there"):
         detect_format(tmp_path / "nowhere")
+    (tmp_path / "tokens.bin").write_bytes(b"1234")
+    with pytest.raises(StoreMissingError, match=r"got \.bin; make a store of records with Pipeline"):
+        detect_format(tmp_path)
+    with pytest.raises(ValueError, match=r"got \.bin"):
+        detect_format(tmp_path / "tokens.bin")
+
+
+def test_records_are_jsonl_where_there_is_no_store(tmp_path, astrai):
     (tmp_path / "a.jsonl").write_text("{}\n")
     (tmp_path / "tokens.bin").write_bytes(b"1234")
-    with pytest.raises(StoreMissingError, match=r"got \.bin, \.jsonl; make a store of records with Pipeline"):
-        detect_format(tmp_path)
-    with pytest.raises(ValueError, match=r"got \.jsonl"):
-        detect_format(tmp_path / "a.jsonl")
+    assert [detect_format(path) for path in (tmp_path, tmp_path / "a.jsonl")] == ["jsonl"] * 2
+    astrai.save_bin(tmp_path / "shard_0000", {"sequence": IDS})
+    assert detect_format(tmp_path) == "bin"
 
 
 def test_a_meta_without_arrays_is_no_store(tmp_path):

@@ -11,27 +11,31 @@ from tokenmill.errors import ConfigError
 
 NAMES = {
     "detect_format": "load_path",
-    "StoreFactory.create": "storage_type **unknown",
-    "Store": "**unknown",
-    "Store.load": "self path **unknown",
+    "StoreFactory.create": "storage_type window_size=0 stride=None **unknown",
+    "Store": "window_size=0 stride=None **unknown",
+    "Store.load": "self path *share_memory=True **unknown",
+    "Store.sample_window": "self index",
     "Store.fetch": "self begin end keys",
     "Store.fetch_record": "self index keys",
-    "H5Store": "**unknown",
+    "H5Store": "window_size=0 stride=None **unknown",
     "H5Store.share_memory_": "self",
-    "MmapStore": "**unknown",
-    "BaseDataset": "window_size stride=None **unknown",
-    "BaseDataset.load": "self load_path storage_type=None **unknown",
+    "MmapStore": "window_size=0 stride=None **unknown",
+    "JsonlStore": "window_size=0 stride=None **unknown",
+    "JsonlStore.load": "self path *share_memory=True *tokenizer_path=None *max_len=2048 *train_type='sft' "
+    "**unknown",
+    "BaseDataset": "window_size=0 stride=None store=None **unknown",
+    "BaseDataset.load": "self load_path storage_type=None **options",
     "BaseDataset.get_index": "self index",
     "BaseDataset.__getitem__": "self index",
     "BaseDataset.__getitems__": "self indices",
-    "DatasetFactory.create": "train_type window_size stride=None **unknown",
+    "DatasetFactory.create": "train_type window_size=0 stride=None store=None **unknown",
     "DatasetFactory.load": "train_type load_path=None window_size=0 stride=None storage_type=None "
-    "tokenizer_path=None max_len=2048 store=None **unknown",
+    "tokenizer_path=None max_len=2048 store=None **options",
     "DatasetFactory.from_store": "train_type store window_size=0 stride=None",
-    "SEQDataset": "window_size stride=None **unknown",
-    "SFTDataset": "window_size stride=None **unknown",
-    "DPODataset": "window_size=0 stride=None **unknown",
-    "GRPODataset": "window_size=0 stride=None **unknown",
+    "SEQDataset": "window_size=0 stride=None store=None **unknown",
+    "SFTDataset": "window_size=0 stride=None store=None **unknown",
+    "DPODataset": "window_size=0 stride=None store=None **unknown",
+    "GRPODataset": "window_size=0 stride=None store=None **unknown",
     "ResumableDistributedSampler": "data_source start_epoch=0 start_iter=0 seed=42 drop_last=False shuffle=True "
     "process_group=None replica=None **unknown",
     "RDSampler": "data_source start_epoch=0 start_iter=0 seed=42 drop_last=False shuffle=True "
@@ -40,6 +44,8 @@ NAMES = {
     "Pipeline.run": "self *workers=None *rebuild=False *on_error='stop' **unknown",
     "dpo_collate_fn": "batch",
     "grpo_collate_fn": "batch",
+    "save_bin": "file_path tensor_group record_keys=None",
+    "load_bin": "file_path",
 }
 """Every name of AstrAI's data API, with its parameters; `**unknown` is there to be refused by name."""
 STARS = {inspect.Parameter.KEYWORD_ONLY: "*", inspect.Parameter.VAR_KEYWORD: "**"}
@@ -76,8 +82,13 @@ def test_without_torch_one_line_says_what_to_install(monkeypatch):
 
 
 def test_stores_and_datasets_are_found_by_their_names():
-    assert dict(astrai.StoreFactory.stores) == {"h5": astrai.H5Store, "bin": astrai.MmapStore}
-    assert {name: type(astrai.StoreFactory.create(name)) for name in ("h5", "bin")} == astrai.StoreFactory.stores
+    assert dict(astrai.StoreFactory.stores) == {
+        "h5": astrai.H5Store,
+        "bin": astrai.MmapStore,
+        "jsonl": astrai.JsonlStore,
+    }
+    stores = astrai.StoreFactory.stores
+    assert {name: type(astrai.StoreFactory.create(name)) for name in ("h5", "bin", "jsonl")} == stores
     assert {name: type(astrai.DatasetFactory.create(name, 4)) for name in ("seq", "sft", "dpo", "grpo")} == {
         "seq": astrai.SEQDataset,
         "sft": astrai.SFTDataset,
@@ -98,7 +109,7 @@ def test_the_keys_of_each_training_type_are_those_of_astrai():
 WRONG = {
     "storage type": (
         lambda: astrai.StoreFactory.create("bim"),
-        "must be one of h5, bin, got 'bim'; did you mean 'bin'",
+        "must be one of h5, bin, jsonl, got 'bim'; did you mean 'bin'",
     ),
     "training type": (lambda: astrai.DatasetFactory.load("sfx", "x", 4), "got 'sfx'; did you mean 'sft'"),
     "load": (lambda: astrai.DatasetFactory.load("seq", "x", 4, strides=2), "got 'strides'; did you mean 'stride'"),
@@ -112,7 +123,7 @@ WRONG = {
         lambda: astrai.SEQDataset(4).load("x", storage_type="hdf5"),
         "got 'hdf5'; did you mean 'h5'",
     ),
-    "store": (lambda: astrai.MmapStore(share_memory=True), "got 'share_memory'; leave it out"),
+    "store": (lambda: astrai.MmapStore(share_memory=True), "options must be known, got 'share_memory'"),
     "store.create": (
         lambda: astrai.StoreFactory.create("h5", storage=1),
         "got 'storage'; did you mean 'storage_type'",

@@ -2,8 +2,9 @@
 
 1. In: the path of a store of ours, of AstrAI's `.bin` files with their `meta.json`, or of its `.h5` files; for
    `Pipeline`, records and a recipe.
-2. Does: offers AstrAI's names. `store` opens what is at a path and reads it; `dataset` makes windows and records
-   of it, and prepares such a store; `sampler` says which item is next.
+2. Does: offers AstrAI's names. `pipeline` prepares a store, whose `layout` AstrAI reads as well; `store` opens what
+   is at a path and reads it; `dataset` makes windows and records of it; `sampler` says which item is next; `files`
+   has AstrAI's own `.bin` files.
 3. Out: items as dicts of tensors, for a plain DataLoader and any sampler.
 """
 
@@ -21,9 +22,10 @@ from tokenmill.adapters.astrai.dataset import (
     dpo_collate_fn,
     grpo_collate_fn,
 )
+from tokenmill.adapters.astrai.files import load_bin, save_bin
 from tokenmill.adapters.astrai.pipeline import Pipeline
 from tokenmill.adapters.astrai.sampler import ResumableDistributedSampler
-from tokenmill.adapters.astrai.store import H5Store, MmapStore, Store, StoreFactory, detect_format
+from tokenmill.adapters.astrai.store import H5Store, JsonlStore, MmapStore, Store, StoreFactory, detect_format
 
 RDSampler = ResumableDistributedSampler
 """The name that AstrAI's newest version has for it."""
@@ -34,6 +36,7 @@ __all__ = [
     "DatasetFactory",
     "GRPODataset",
     "H5Store",
+    "JsonlStore",
     "MmapStore",
     "Pipeline",
     "RDSampler",
@@ -45,4 +48,6 @@ __all__ = [
     "detect_format",
     "dpo_collate_fn",
     "grpo_collate_fn",
+    "load_bin",
+    "save_bin",
 ]

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from operator import index as as_index
-from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from tokenmill.adapters.astrai.pipeline import Pipeline
 from tokenmill.adapters.astrai.store import (
     Store,
     StoreFactory,
@@ -21,12 +20,10 @@ from tokenmill.adapters.astrai.store import (
     dtype_of,
     refuse_unknown,
 )
-from tokenmill.build.cached import cached_store
 from tokenmill.errors import ConfigError, PlanError, StoreError
 from tokenmill.fingerprint import digest
-from tokenmill.store.foreign.files import files_of
-from tokenmill.store.layout import is_ours, token_keys
-from tokenmill.tables import check_choice, check_positive, read_json
+from tokenmill.store.layout import token_keys
+from tokenmill.tables import check_choice, check_positive
 from tokenmill.types import TRAINING_TYPES
 
 Item = dict[str, Value]
@@ -40,22 +37,38 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
 
     required_keys: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, window_size: int, stride: int | None = None, **unknown: object) -> None:
+    def __init__(
+        self,
+        window_size: int | Store = 0,
+        stride: int | None = None,
+        store: Store | None = None,
+        **unknown: object,
+    ) -> None:
+        """Make a dataset that is yet to be loaded, or that reads from a store: then its sizes are the defaults."""
         refuse_unknown(type(self), unknown)
-        self.window_size = window_size
-        self.stride = window_size if stride is None else stride
+        first = window_size if isinstance(window_size, Store) else store  # AstrAI's newest version has it first
+        size = 0 if isinstance(window_size, Store) else window_size
+        if first is not None and not size:
+            size, stride = first.window_size, first.stride if stride is None else stride
+        self.window_size = size
+        self.stride = size if stride is None else stride
         self.storage: Store | None = None
         self._check_sizes()
+        if first is not None:
+            self.bind(first)
 
     def _check_sizes(self) -> None:
         check_positive(type(self).__name__, "window_size", self.window_size)
         check_positive(type(self).__name__, "stride", self.stride)
 
-    def load(self, load_path: str | os.PathLike[str], storage_type: str | None = None, **unknown: object) -> None:
-        """Open the store at a path; without a storage type, the one that `detect_format` names."""
-        refuse_unknown(self.load, unknown)
+    def load(self, load_path: str | os.PathLike[str], storage_type: str | None = None, **options: object) -> None:
+        """Open the store at a path; without a storage type, the one that `detect_format` names.
+
+        The `options` are those of the store's `load`.
+        """
+        _refuse_options(self.load, options)
         store = StoreFactory.create(detect_format(load_path) if storage_type is None else storage_type)
-        store.load(load_path)
+        store.load(load_path, **options)  # type: ignore[arg-type]
         self.bind(store)
 
     def bind(self, store: Store) -> None:
@@ -70,11 +83,17 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
         self.storage = store
 
     def _check_store(self, store: Store) -> None:
-        if len(store) <= self.window_size:
+        tokens = store.token_count
+        if tokens <= self.window_size:
             raise StoreError(
-                f"{store.path}: must have more tokens than window_size, {self.window_size}, got {len(store)}; "
+                f"{store.path}: must have more tokens than window_size, {self.window_size}, got {tokens}; "
                 "lower window_size"
             )
+
+    @property
+    def store(self) -> Store | None:
+        """Another name of `storage`."""
+        return self.storage
 
     @property
     def loaded(self) -> Store:
@@ -85,13 +104,18 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
 
     @property
     def count(self) -> int:
-        """Number of tokens, or of records where items are records."""
-        return len(self.loaded)
+        """Number of tokens, or of records where items are records; 0 before `load`."""
+        return self.token_count
+
+    @property
+    def token_count(self) -> int:
+        """Number of values of the shortest array of the store."""
+        return 0 if self.storage is None else self.storage.token_count
 
     @property
     def keys(self) -> list[str]:
-        """Names of the arrays of the store."""
-        return self.loaded.keys
+        """Names of the arrays of the store; none before `load`."""
+        return [] if self.storage is None else self.storage.keys
 
     @property
     def fingerprint(self) -> str:
@@ -105,8 +129,8 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
         return self.count - 1 - ((len(self) - 1) * step + self.window_size)
 
     def __len__(self) -> int:
-        """Return the number of windows that fit whole, each with a next token."""
-        return (self.count - 1 - self.window_size) // self.stride + 1
+        """Return the number of windows that fit whole, each with a next token; 0 before `load`."""
+        return 0 if self.storage is None else (self.count - 1 - self.window_size) // self.stride + 1
 
     def get_index(self, index: int) -> tuple[int, int]:
         """Return where the input of a window begins and ends (exclusive); its targets are one further."""
@@ -114,7 +138,7 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
         return place * self.stride, place * self.stride + self.window_size
 
     def _checked(self, indices: Sequence[int]) -> list[int]:
-        size, places = len(self), [as_index(index) for index in indices]
+        size, places = len(self) if self.loaded.keys else 0, [as_index(index) for index in indices]
         for place in places:
             if not 0 <= place < size:
                 raise PlanError(
@@ -166,15 +190,18 @@ class SFTDataset(SEQDataset):
         return items
 
 
+def _refuse_options(called: Callable[..., object], options: Mapping[str, object]) -> None:
+    """Refuse options that no store has for its `load`."""
+    known = {name for store in StoreFactory.stores.values() for name in signature(store.load).parameters}
+    refuse_unknown(called, {name: value for name, value in options.items() if name not in known})
+
+
 _BLOCK = 1 << 18
 """Records whose lengths are looked at together."""
 
 
 class RecordDataset(BaseDataset):
     """Records, each an item, never cut: `window_size` is the longest that an array of a record may be; 0: any."""
-
-    def __init__(self, window_size: int = 0, stride: int | None = None, **unknown: object) -> None:
-        super().__init__(window_size, stride, **unknown)
 
     def _check_sizes(self) -> None:
         if self.window_size < 0 or self.stride not in (0, self.window_size):
@@ -198,8 +225,8 @@ class RecordDataset(BaseDataset):
 
     @property
     def count(self) -> int:
-        """Number of records."""
-        return self.loaded.num_records
+        """Number of records; 0 before `load`."""
+        return 0 if self.storage is None else self.storage.num_records
 
     @property
     def num_unused(self) -> int:
@@ -294,11 +321,18 @@ class DatasetFactory:
     }
 
     @classmethod
-    def create(cls, train_type: str, window_size: int, stride: int | None = None, **unknown: object) -> BaseDataset:
-        """Return a dataset that is yet to be loaded."""
+    def create(
+        cls,
+        train_type: str,
+        window_size: int | Store = 0,
+        stride: int | None = None,
+        store: Store | None = None,
+        **unknown: object,
+    ) -> BaseDataset:
+        """Return a dataset that is yet to be loaded, or that reads from a store."""
         check_choice("DatasetFactory", "train_type", train_type, tuple(cls.datasets))
         refuse_unknown(cls.create, unknown)
-        return cls.datasets[train_type](window_size, stride)
+        return cls.datasets[train_type](window_size, stride, store)
 
     @classmethod
     def load(
@@ -311,23 +345,24 @@ class DatasetFactory:
         tokenizer_path: str | os.PathLike[str] | None = None,
         max_len: int = 2048,
         store: Store | None = None,
-        **unknown: object,
+        **options: object,
     ) -> BaseDataset:
         """Open a store as a dataset, or take one that is open: `train_type` is seq, sft, dpo or grpo.
 
         `window_size` is the longest input, `stride` the distance between windows, by default the same. Records in
-        `.jsonl` files are made a store first, once: `tokenizer_path`, and `max_len` of a record, are for these.
+        `.jsonl` files are made a store first, once: `tokenizer_path`, and `max_len` of a record, are for these. The
+        other `options` are those of the store's `load`, such as `share_memory`.
         """
-        refuse_unknown(cls.load, unknown)
+        _refuse_options(cls.load, options)
         if store is not None:
-            return cls.from_store(train_type, store, window_size, stride)
+            return cls.create(train_type, window_size, stride, store)
         if load_path is None:
             raise ConfigError("DatasetFactory.load: load_path or store must be given, got neither; name a store")
         dataset = cls.create(train_type, window_size, stride)
-        records = _records_at(Path(load_path)) if storage_type in (None, "jsonl") else []
-        if records:
-            load_path, storage_type = _prepared(train_type, records, tokenizer_path, max_len), None
-        dataset.load(load_path, storage_type)
+        storage_type = detect_format(load_path) if storage_type is None else storage_type
+        if storage_type == "jsonl":
+            options |= {"tokenizer_path": tokenizer_path, "max_len": max_len, "train_type": train_type}
+        dataset.load(load_path, storage_type, **options)
         return dataset
 
     @classmethod
@@ -335,43 +370,4 @@ class DatasetFactory:
         cls, train_type: str, store: Store, window_size: int = 0, stride: int | None = None
     ) -> BaseDataset:
         """Return a dataset that reads from a store that was loaded."""
-        dataset = cls.create(train_type, window_size, stride)
-        dataset.bind(store)
-        return dataset
-
-
-_PRESETS = {"seq": "text", "sft": "chat", "dpo": "dpo", "grpo": "grpo"}
-"""Training type -> the recipe by which its records are read by default."""
-
-
-def _records_at(path: Path) -> list[Path]:
-    """Return the .jsonl files that a path stands for; where there are stores too, those are meant, as in AstrAI."""
-    if path.is_file():
-        return [path] if path.suffix == ".jsonl" else []
-    files = [] if is_ours(path) else files_of(path)
-    stored = any(file.suffix.lower() in (".h5", ".hdf5") or file.name == "meta.json" for file in files)
-    return [] if stored else [file for file in files if file.suffix == ".jsonl" and file.parent == path]
-
-
-def _prepared(
-    train_type: str, records: Sequence[Path], tokenizer: str | os.PathLike[str] | None, max_len: int
-) -> Path:
-    """Return a store of records, made now or found beside them, by the dataset_config.json there or by a preset."""
-    folder = records[0].parent
-    config = folder / "dataset_config.json"
-    recipe: dict[str, object] = {"preset": _PRESETS[train_type], "preprocessing": {"max_seq_len": max_len}}
-    if config.is_file():
-        recipe = read_json(dict[str, object], config.read_bytes(), str(config), error=ConfigError)
-        named = recipe.pop("tokenizer_path", None)
-        tokenizer = str(named) if tokenizer is None and named is not None else tokenizer
-    if tokenizer is None:
-        raise ConfigError(
-            f"{records[0]}: tokenizer_path must be given for records, got none; say it, or run Pipeline first"
-        )
-    return cached_store(
-        [os.fspath(file) for file in records],
-        tokenizer=os.fspath(tokenizer),
-        folder=folder / ".tokenmill" / "stores",
-        where=f"DatasetFactory.load: {records[0].parent}",
-        recipe=Pipeline(recipe, [], folder, tokenizer).config,
-    )
+        return cls.create(train_type, window_size, stride, store)

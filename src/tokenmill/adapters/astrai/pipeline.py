@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, is_dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from tokenmill.adapters.astrai.layout import withheld
 from tokenmill.adapters.astrai.store import refuse_unknown
 from tokenmill.build import PrepareOptions, PrepareReport, prepare
+from tokenmill.build.cached import cached_store
 from tokenmill.encode.tokenizer import Framing
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, TokenmillError
 from tokenmill.tables import is_address, read_json
 from tokenmill.types import TOKEN_KEYS
 
@@ -24,7 +28,11 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """Prepares a store with a recipe of AstrAI or of ours."""
+    """Prepares a store with a recipe of AstrAI or of ours.
+
+    The folder is a store of ours and has AstrAI's layout, so that the readers of both take the same files. Tokens
+    are those of AstrAI but for `differences`, which the notes of the report count.
+    """
 
     def __init__(
         self,
@@ -60,7 +68,7 @@ class Pipeline:
             dtypes = {key: "uint32" for key in recipe.arrays if key in TOKEN_KEYS} | dict(recipe.output.dtypes)
             recipe = replace(recipe, output=replace(recipe.output, dtypes=dtypes))
         self.config = recipe.to_json()
-        self._recipe = recipe
+        self.recipe = recipe
 
     def run(
         self, *, workers: int | None = None, rebuild: bool = False, on_error: str = "stop", **unknown: object
@@ -71,12 +79,12 @@ class Pipeline:
         """
         refuse_unknown(self.run, unknown)
         remote = is_address(self.output_dir)
+        storage = self.recipe.output.storage_format
         with (
-            nullcontext()
-            if remote
-            else withheld(Path(self.output_dir).expanduser(), self._recipe.output.storage_format)
+            _python_words(),
+            nullcontext() if remote else withheld(Path(self.output_dir).expanduser(), storage),
         ):
-            return prepare(
+            report = prepare(
                 self.paths,
                 out=self.output_dir,
                 tokenizer=self.tokenizer_path,
@@ -85,6 +93,147 @@ class Pipeline:
                 rebuild=rebuild,
                 options=PrepareOptions(on_error=on_error),
             )
+        differences = dict.fromkeys(self.differences, report.new_documents) if report.new_documents else {}
+        return replace(report, notes={**report.notes, **differences})
+
+    @property
+    def differences(self) -> tuple[str, ...]:
+        """How the records differ on purpose from those of AstrAI's pipeline, by the names of `DIFFERENCES`."""
+        sources = [source for variant in self.recipe.variants for source in variant.sources.values()]
+        chats = self.recipe.template
+        plain = [source.sections for source in sources if not source.template]
+        is_group = self.recipe.kind == "grpo"
+        # AstrAI puts EOS after the section that BOS is before.
+        parts = [
+            (one.add_special_tokens, other.add_special_tokens) for all in plain for one, other in pairwise(all)
+        ]
+        moved = bool(self.recipe.framing.add_eos) and ((True, False) in parts or (is_group and not chats))
+        by_role = any(section.action == "$role" for section in self.recipe.sections)
+        differing = {
+            "header_not_trained": chats and by_role,
+            "eos_at_end": moved,
+            "response_is_message": chats and is_group,
+        }
+        return tuple(name for name, differs in differing.items() if differs)
+
+
+DIFFERENCES: Mapping[str, str] = {
+    "header_not_trained": "the header of an answer, and what follows its end of turn, is not trained",
+    "eos_at_end": "EOS of the post-processor ends the record or the response, not the prompt",
+    "response_is_message": "the prompt ends with the generation prompt, and a response with its end of turn",
+}
+"""Note of a report -> how its records differ on purpose from those of AstrAI's pipeline."""
+_WORDS = (
+    ("; name a chat template with `--chat-template`: `chatml`, or the path of a .jinja file", ""),
+    ("name one with --chat-template: chatml", "set chat_template in the recipe: chatml"),
+    (
+        "name the field of the text with --text-field, or what the records are with --recipe (chat, dpo, ...)",
+        "name its field in the sections of the recipe, or pass a preset: chat, dpo, ...",
+    ),
+    (
+        "raise --max-seq-len, or say --on-long drop or cut",
+        'raise preprocessing.max_seq_len, or set preprocessing.on_long to "drop" or "cut"',
+    ),
+    ("skip bad ones with --on-error skip", 'skip bad ones with run(on_error="skip")'),
+    ("--rebuild", "run(rebuild=True)"),
+)
+"""Advice for the command line -> the same for Python."""
+
+
+@contextmanager
+def _python_words() -> Iterator[None]:
+    """Let errors advise keys of the recipe and arguments of `run`, each once."""
+    try:
+        yield
+    except TokenmillError as error:
+        text = str(error)
+        for flags, words in _WORDS:
+            text = text.replace(flags, words)
+        if text == str(error):
+            raise
+        raise type(error)(text) from None
+
+
+# Records as a dataset.
+
+_PRESETS = {"seq": "text", "sft": "chat", "dpo": "dpo", "grpo": "grpo"}
+"""Training type -> the recipe by which its records are read by default."""
+_MESSAGE = {"action": "$role", "template": True}
+_PAIRS = {
+    "name": "pairs of AstrAI",
+    "input": {
+        "variants": [
+            {
+                "sources": {
+                    answer: {
+                        "sections": [
+                            {"field": prompt, "role": "user", **_MESSAGE},
+                            {"field": answer, "role": "assistant", **_MESSAGE},
+                        ]
+                    }
+                    for answer in ("chosen", "rejected")
+                }
+            }
+            for prompt in ("prompt", "input")
+        ]
+    },
+    "mask": {"system": "mask", "user": "mask", "assistant": "train"},
+    "train_turns": "last",
+}
+"""How AstrAI reads pairs: a prompt or an input, and both answers, go through the chat template."""
+
+
+def prepared(
+    train_type: str, records: Sequence[Path], tokenizer: str | os.PathLike[str] | None, max_len: int
+) -> Path:
+    """Return the store of records, made now or found next to them, by the dataset_config.json there or a preset."""
+    folder = records[0].parent
+    config = folder / "dataset_config.json"
+    if config.is_file():
+        recipe = read_json(dict[str, object], config.read_bytes(), str(config))
+        named = recipe.pop("tokenizer_path", None) or (folder if (folder / "tokenizer.json").is_file() else None)
+        tokenizer = str(named) if tokenizer is None and named is not None else tokenizer
+    if tokenizer is None:
+        raise ConfigError(
+            f"{records[0]}: tokenizer_path must be given for records, got none; say it, or run Pipeline first"
+        )
+    if not config.is_file():
+        recipe = {**_default_recipe(train_type, records, tokenizer), "preprocessing": {"max_seq_len": max_len}}
+    pipeline = Pipeline(recipe, [], folder, tokenizer)
+    settled = pipeline.recipe
+    if recipe.get("name") == _PAIRS["name"]:
+        # AstrAI encodes a pair as one text: it begins with BOS if texts do.
+        settled = replace(settled, framing=replace(settled.framing, chat_bos=settled.framing.add_bos))
+    return cached_store(
+        [os.fspath(file) for file in records],
+        tokenizer=os.fspath(tokenizer),
+        folder=folder / ".tokenmill" / "stores",
+        where=f"DatasetFactory.load: {folder}",
+        recipe=settled.to_json(),
+    )
+
+
+def _default_recipe(
+    train_type: str, records: Sequence[Path], tokenizer: str | os.PathLike[str]
+) -> dict[str, object]:
+    """Return how AstrAI reads records without a config: messages and pairs go through the chat template."""
+    from tokenmill.encode.chat.template import has_template  # late: jinja2 takes time to load
+
+    if train_type == "dpo" and os.path.isdir(tokenizer) and has_template(os.fspath(tokenizer)):
+        return dict(_PAIRS)
+    if train_type == "seq" and _first_fields(records) >= {"messages"}:
+        return {"preset": "chat"}
+    return {"preset": _PRESETS[train_type]}
+
+
+def _first_fields(records: Sequence[Path]) -> set[str]:
+    """Return the fields of the first record that can be read; the build names one that cannot."""
+    for file in records:
+        with file.open("rb") as lines:
+            line = next(filter(bytes.strip, lines), b"{}")
+        with suppress(ValueError):
+            return set(msgspec.json.decode(line, type=dict[str, Any]))
+    return set()
 
 
 # Where AstrAI puts BOS and EOS.

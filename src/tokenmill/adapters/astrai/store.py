@@ -9,7 +9,7 @@ from inspect import signature
 from itertools import pairwise
 from operator import index as as_index
 from pathlib import Path
-from typing import ClassVar, TypeAlias, overload
+from typing import Any, ClassVar, TypeAlias, overload
 
 import numpy as np
 import torch
@@ -21,10 +21,10 @@ from tokenmill.store import Store as TokenStore
 from tokenmill.store import open_store, read_manifest
 from tokenmill.store.foreign.files import files_of, find_files
 from tokenmill.store.foreign.formats import written_positions
-from tokenmill.store.layout import is_ours, key_file
+from tokenmill.store.layout import GIVEN, UNKNOWN, is_ours, key_file
 from tokenmill.store.reader import FileRequest, MemoryRequest, RangeRequest, read_range
 from tokenmill.store.writer import POSITION_IDS
-from tokenmill.tables import check_choice
+from tokenmill.tables import check_choice, check_positive, check_types
 from tokenmill.types import STORED_ARRAYS, AnyArray, Int64Array
 
 _WAY_OUT = "write the store again, or prepare it from its records"
@@ -35,20 +35,30 @@ Value: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 class Store:
     """A store that is opened by `load`; what it holds is mapped, and tokens are read when they are asked for.
 
-    Values are int64, masks bool and rewards float32, whatever their size on disk.
+    Values are int64, masks bool and rewards float32, whatever their size on disk. With a `window_size` the items of
+    the store are windows of its stream, `stride` apart; without one they are its records.
     """
 
     storage_type: ClassVar[str | None] = None
     """How the store must be kept; None: as it is found."""
 
-    def __init__(self, **unknown: object) -> None:
+    def __init__(self, window_size: int = 0, stride: int | None = None, **unknown: object) -> None:
         refuse_unknown(type(self), unknown)
         self._store: TokenStore | None = None
         self._path = Path()
+        self.window_size = window_size
+        self.stride = window_size if stride is None else stride
+        if window_size:
+            check_positive(type(self).__name__, "window_size", window_size)
+            check_positive(type(self).__name__, "stride", self.stride)
 
-    def load(self, path: str | os.PathLike[str], **unknown: object) -> None:
-        """Open what is at a path: a store of ours, or files of AstrAI in place."""
+    def load(self, path: str | os.PathLike[str], *, share_memory: bool = True, **unknown: object) -> None:
+        """Open what is at a path: a store of ours, or files of AstrAI in place.
+
+        `share_memory` changes nothing: files are mapped, so all processes share their pages.
+        """
         refuse_unknown(self.load, unknown)
+        check_types(share_memory=(share_memory, bool))
         self._normalize(Path(path))
 
     def _normalize(self, path: Path) -> None:
@@ -70,8 +80,8 @@ class Store:
 
     @property
     def keys(self) -> list[str]:
-        """Names of the arrays."""
-        return list(self.opened.keys)
+        """Names of the arrays; none before `load`."""
+        return [] if self._store is None else list(self._store.keys)
 
     @property
     def fingerprint(self) -> str:
@@ -80,12 +90,46 @@ class Store:
 
     @property
     def num_records(self) -> int:
-        """Number of documents, pairs or groups."""
-        return self.opened.num_documents
+        """Number of documents, pairs or groups; 0 for a stream of AstrAI's, which has no boundaries."""
+        store = self._store
+        return 0 if store is None or _is_stream(store) else store.num_documents
+
+    @property
+    def token_count(self) -> int:
+        """Number of values of the shortest array: for seq and sft, of tokens."""
+        return 0 if self._store is None else min(int(axis.values[-1]) for axis in self._store.axes.values())
+
+    @property
+    def num_samples(self) -> int:
+        """Number of windows, or of records where there is no `window_size`."""
+        if not self.window_size:
+            return self.num_records
+        return max(0, (self.token_count - 1 - self.window_size) // self.stride + 1)
+
+    def sample_window(self, index: int) -> tuple[int, int]:
+        """Return where a window begins and ends (exclusive) in the stream."""
+        if not self.window_size:
+            raise RuntimeError("sample_window: window_size must be given, got 0; pass it to the store")
+        if not 0 <= index < self.num_samples:
+            raise PlanError(
+                f"{self._path}: an index must lie within 0:{self.num_samples}, got {index}; count from 0"
+            )
+        return index * self.stride, index * self.stride + self.window_size
 
     def __len__(self) -> int:
-        """Return the number of values of the shortest array: for seq and sft, of tokens."""
-        return min(int(axis.values[-1]) for axis in self.opened.axes.values())
+        """Return the number of windows; without a `window_size`, `token_count`."""
+        return self.num_samples if self.window_size else self.token_count
+
+    def __getitem__(self, index: int) -> dict[str, Value]:
+        """Return a window or a record, with all arrays; an index below 0 counts from the end."""
+        place = index + self.num_samples if index < 0 else index
+        if not 0 <= place < self.num_samples:
+            raise PlanError(
+                f"{self._path}: an index must lie within 0:{self.num_samples}, got {index}; count from 0"
+            )
+        if not self.window_size:
+            return self.fetch_record(place, self.keys)
+        return dict(self.fetch(*self.sample_window(place), self.keys))
 
     @property
     def _cum(self) -> dict[str, list[int]]:
@@ -116,10 +160,17 @@ class Store:
     def fetch(
         self, begin: int, end: int, keys: str | list[str] | tuple[str, ...]
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Return values `begin` to `end` (exclusive) of the stream: a tensor for one key, a dict for several."""
+        """Return values `begin` to `end` (exclusive) of the stream: a tensor for one key, a dict for several.
+
+        A range outside the stream is a ValueError.
+        """
         if isinstance(keys, str):
-            return to_tensor(keys, self.opened.fetch(begin, end, keys))
-        return {key: to_tensor(key, self.opened.fetch(begin, end, key)) for key in keys}
+            store = self.opened
+            size = int(store.axes[store.axis(keys)].values[-1])
+            if not 0 <= begin <= end <= size or begin == size:
+                raise StoreError(f"{self._path}: a range must lie within 0:{size}, got {begin}:{end}; shorten it")
+            return to_tensor(keys, store.fetch(begin, end, keys))
+        return {key: self.fetch(begin, end, key) for key in keys}
 
     def fetch_windows(self, begins: Sequence[int], length: int, key: str) -> torch.Tensor:
         """Return so many values, at least 1, from each of several places on, a row each; a shard is opened once."""
@@ -146,10 +197,9 @@ class Store:
     def fetch_records(self, indices: Sequence[int], keys: list[str] | tuple[str, ...]) -> list[dict[str, Value]]:
         """Return several records; where they are is found for all at once."""
         wanted = np.array([as_index(index) for index in indices], np.int64)
-        for index in wanted[(wanted < 0) | (wanted >= self.num_records)].tolist():
-            raise PlanError(
-                f"{self._path}: records must lie within 0:{self.num_records}, got {index}; count from 0"
-            )
+        size = self.num_records if self.opened else 0
+        for index in wanted[(wanted < 0) | (wanted >= size)].tolist():
+            raise StoreError(f"{self._path}: records must lie within 0:{size}, got {index}; count from 0")
         columns = {key: self._column(key, wanted) for key in keys}
         return [{key: columns[key][row] for key in keys} for row in range(wanted.size)]
 
@@ -157,21 +207,26 @@ class Store:
         store, axis = self.opened, self.opened.axis(key)
         if axis != "responses":
             begins, ends = _bounds(store, axis, records)
-            return [self.fetch(begin, end, key) for begin, end in zip(begins, ends, strict=True)]
+            return [to_tensor(key, store.fetch(begin, end, key)) for begin, end in zip(begins, ends, strict=True)]
         groups: list[list[torch.Tensor]] = []
         for first, last in zip(*_bounds(store, "groups", records), strict=True):
             begins, ends = _bounds(store, axis, np.arange(first, last))
             lengths = [end - begin for begin, end in zip(begins, ends, strict=True)]
-            groups.append(list(self.fetch(begins[0], ends[-1], key).split(lengths)) if lengths else [])
+            values = to_tensor(key, store.fetch(begins[0], ends[-1], key)) if lengths else torch.empty(0)
+            groups.append(list(values.split(lengths)) if lengths else [])
         return groups
 
-    def __getstate__(self) -> dict[str, str]:
+    def __getstate__(self) -> dict[str, Any]:
         """Return what a worker process needs to open the store itself: maps are not sent."""
-        return {} if self._store is None else {"path": str(self._path), "fingerprint": self.fingerprint}
+        sizes = {"window_size": self.window_size, "stride": self.stride}
+        if self._store is None:
+            return sizes
+        return {**sizes, "path": str(self._path), "fingerprint": self.fingerprint}
 
-    def __setstate__(self, state: Mapping[str, str]) -> None:
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
         self._store, self._path = None, Path()
-        if state:
+        self.window_size, self.stride = state["window_size"], state["stride"]
+        if "path" in state:
             self._normalize(Path(state["path"]))
             if self.fingerprint != state["fingerprint"]:
                 raise StoreError(
@@ -196,17 +251,46 @@ class MmapStore(Store):
     storage_type = "bin"
 
 
+class JsonlStore(Store):
+    """Records in `.jsonl` files: they are made a store next to them, once, and that is opened."""
+
+    storage_type = "jsonl"
+
+    def load(  # type: ignore[override]
+        self,
+        path: str | os.PathLike[str],
+        *,
+        share_memory: bool = True,
+        tokenizer_path: str | os.PathLike[str] | None = None,
+        max_len: int = 2048,
+        train_type: str = "sft",
+        **unknown: object,
+    ) -> None:
+        """Prepare the records by the `dataset_config.json` next to them, or as the training type has them."""
+        from tokenmill.adapters.astrai.pipeline import prepared  # late: it imports this module
+
+        refuse_unknown(self.load, unknown)
+        check_types(share_memory=(share_memory, bool))
+        records = records_at(Path(path))
+        if not records:
+            raise StoreMissingError(f"{path}: must be a .jsonl file or a folder with some, got none; fix the path")
+        self._normalize(prepared(train_type, records, tokenizer_path, max_len))
+
+    def _normalize(self, path: Path) -> None:
+        self._store, self._path = open_store(path), path.absolute()
+
+
 class StoreFactory:
     """Stores by their storage type."""
 
-    stores: ClassVar[Mapping[str, type[Store]]] = {"h5": H5Store, "bin": MmapStore}
+    stores: ClassVar[Mapping[str, type[Store]]] = {"h5": H5Store, "bin": MmapStore, "jsonl": JsonlStore}
 
     @classmethod
-    def create(cls, storage_type: str, **unknown: object) -> Store:
+    def create(cls, storage_type: str, window_size: int = 0, stride: int | None = None, **unknown: object) -> Store:
         """Return a store that is yet to be loaded."""
         check_choice("StoreFactory.create", "storage_type", storage_type, tuple(cls.stores))
         refuse_unknown(cls.create, unknown)
-        return cls.stores[storage_type]()
+        return cls.stores[storage_type](window_size, stride)
 
 
 def dtype_of(key: str) -> type[np.generic]:
@@ -228,14 +312,16 @@ def _bounds(store: TokenStore, axis: str, items: Int64Array) -> tuple[list[int],
 
 
 def detect_format(load_path: str | os.PathLike[str]) -> str:
-    """Return `h5` or `bin`: how the store at a path is kept, ours or AstrAI's.
+    """Return `h5`, `bin` or `jsonl`: how the store at a path is kept, ours or AstrAI's, or that it is records.
 
     A folder is looked through at any depth. As in AstrAI, `.h5` files come first: where both are, `bin` has to be
-    said as the storage type.
+    said as the storage type. Records come last.
     """
     path = Path(load_path)
     if is_ours(path):
         return read_manifest(path).storage
+    if records_at(path):
+        return "jsonl"
     files = files_of(path)
     if any(file.suffix.lower() in (".h5", ".hdf5") for file in files):
         return "h5"
@@ -250,9 +336,24 @@ def detect_format(load_path: str | os.PathLike[str]) -> str:
     )
 
 
+def records_at(path: Path) -> list[Path]:
+    """Return the .jsonl files that a path stands for; where there are stores too, those are meant, as in AstrAI."""
+    if path.is_file():
+        return [path] if path.suffix == ".jsonl" else []
+    files = [] if is_ours(path) else files_of(path)
+    stored = any(file.suffix.lower() in (".h5", ".hdf5") or file.name == "meta.json" for file in files)
+    return [] if stored else [file for file in files if file.suffix == ".jsonl" and file.parent == path]
+
+
+def _is_stream(store: TokenStore) -> bool:
+    """Whether a store is tokens of AstrAI's without boundaries: then each of its parts is one document."""
+    foreign = store.manifest.tokenizer.get("kind") in (UNKNOWN, GIVEN)
+    return foreign and store.manifest.kind in ("seq", "sft") and store.num_documents <= store.num_shards
+
+
 def _open_as(path: Path, storage_type: str) -> TokenStore:
     """Open the store at a path, which must be of that storage type."""
-    check_choice(str(path), "storage_type", storage_type, tuple(StoreFactory.stores))
+    check_choice(str(path), "storage_type", storage_type, ("h5", "bin"))
     if not is_ours(path):
         return _with_positions(open_store(path, format=f"astrai-{storage_type}"), path, storage_type)
     store = open_store(path)
