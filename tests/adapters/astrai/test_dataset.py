@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Subset
 
-from tokenmill.adapters.astrai import DatasetFactory, MmapStore, SEQDataset, SFTDataset
+from tokenmill.adapters.astrai import DatasetFactory, MmapStore, SEQDataset, SFTDataset, StoreFactory
 from tokenmill.errors import ConfigError, StoreError
 from tokenmill.store import open_store
 
@@ -176,6 +176,20 @@ def test_a_store_of_another_training_type_names_the_keys(ours, kind, store):
         DatasetFactory.load(kind, ours[store, "bin"], 4)
 
 
+@pytest.mark.parametrize("storage", ["bin", "h5"])
+def test_a_dataset_loads_what_is_at_a_path_or_a_storage_type(ours, storage):
+    """By `detect_format`, `StoreFactory.create` and `Store.load`."""
+    path, items = ours["seq", storage], []
+    for named in (None, storage):
+        dataset = SEQDataset(8, 4)
+        dataset.load(path, named)
+        items.append([item["target_ids"].tolist() for item in dataset])
+        assert type(dataset.storage) is StoreFactory.stores[storage]
+    assert items[0] == items[1] == [item["target_ids"].tolist() for item in DatasetFactory.load("seq", path, 8, 4)]
+    with pytest.raises(StoreError, match=f"storage_type must be '{storage}', as the store is kept, got"):
+        SEQDataset(8).load(path, {"bin": "h5", "h5": "bin"}[storage])
+
+
 def test_a_dataset_that_is_not_loaded_says_so():
     for call in (lambda dataset: dataset[0], lambda dataset: dataset.get_index(0)):
         with pytest.raises(RuntimeError) as error:
@@ -195,10 +209,11 @@ def test_an_index_outside_ends_an_iteration_and_never_repeats_the_last_window(ma
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.filterwarnings("ignore:.*fork.*")
+@pytest.mark.filterwarnings("ignore:.*fork.*", "ignore:.*pin_memory.*")
 def test_a_plain_dataloader_with_any_sampler_gives_the_items(made, workers):
     dataset = DatasetFactory.load("seq", made(24), 3, 2)
     shuffled = [*RandomSampler(dataset, generator=torch.Generator().manual_seed(1))]
+    ahead = {"pin_memory": True, "prefetch_factor": 3 if workers else None}
     for options, order in (
         ({"batch_size": 4, "shuffle": False}, [*range(len(dataset))]),
         (
@@ -208,7 +223,7 @@ def test_a_plain_dataloader_with_any_sampler_gives_the_items(made, workers):
         ({"batch_sampler": BatchSampler(shuffled, 5, drop_last=False)}, shuffled),
         ({"batch_size": None, "sampler": shuffled}, shuffled),
     ):
-        batches = list(DataLoader(dataset, num_workers=workers, **options))
+        batches = list(DataLoader(dataset, num_workers=workers, **ahead, **options))
         rows = torch.cat([batch["input_ids"].reshape(-1, 3) for batch in batches])
         assert rows.tolist() == [[2 * index, 2 * index + 1, 2 * index + 2] for index in order]
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import shutil
 
@@ -8,8 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from tokenmill.adapters.astrai import H5Store, MmapStore, Pipeline, Store, StoreFactory
-from tokenmill.errors import PlanError, StoreError
+from tokenmill.adapters.astrai import (
+    DatasetFactory,
+    GRPODataset,
+    H5Store,
+    MmapStore,
+    Pipeline,
+    SEQDataset,
+    Store,
+    StoreFactory,
+    load_bin,
+    save_bin,
+)
+from tokenmill.errors import ConfigError, PlanError, StoreError
 from tokenmill.store import open_store
 
 LENGTHS = [5, 1, 9, 3]
@@ -177,3 +189,103 @@ def test_h5_needs_no_copy_to_be_shared(tmp_path):
     assert store.share_memory_() is store
     files = {store.opened.file(shard, "sequence.bin").path for shard in range(4)}
     assert files == {tmp_path / "h5" / "data_0000.h5"}
+
+
+# Names of AstrAI's newest version.
+
+
+@pytest.mark.parametrize("storage", ["bin", "h5"])
+def test_a_store_with_a_window_size_has_windows_as_items(tmp_path, parts, storage):
+    store = StoreFactory.create(storage, window_size=4, stride=3)
+    store.load(tmp_path / storage)
+    assert (len(store), store.num_samples, store.token_count, store.window_size, store.stride) == (5, 5, 18, 4, 3)
+    for index in range(5):
+        assert store.sample_window(index) == (3 * index, 3 * index + 4)
+        assert store[index]["sequence"].tolist() == parts["sequence"][3 * index : 3 * index + 4].tolist()
+    assert store[-1]["sequence"].tolist() == store[4]["sequence"].tolist()
+    dataset = DatasetFactory.load("sft", store=store)
+    assert (dataset.window_size, dataset.stride, len(dataset), dataset.store) == (4, 3, 5, store)
+    assert SEQDataset(store)[2]["target_ids"].tolist() == parts["sequence"][7:11].tolist()
+    for call in (lambda: store[5], lambda: store.sample_window(-1)):
+        with pytest.raises(IndexError, match="an index must lie within 0:5"):
+            call()
+    with pytest.raises(RuntimeError, match="window_size must be given"):
+        loaded(tmp_path, storage).sample_window(0)
+
+
+def test_a_store_without_one_has_records_as_items(ours):
+    store = MmapStore()
+    store.load(ours["grpo", "bin"])
+    assert (store.num_samples, store.num_records) == (7, 7)
+    record = GRPODataset(store=store)[6]
+    assert record["rewards"].tolist() == store[-1]["rewards"].tolist()
+    assert [each.tolist() for each in record["responses"]] == [each.tolist() for each in store[6]["responses"]]
+
+
+@pytest.mark.usefixtures("parts")
+@pytest.mark.parametrize("share_memory", [True, False])
+def test_share_memory_is_taken_and_changes_nothing(tmp_path, share_memory):
+    store = H5Store()
+    store.load(tmp_path / "h5", share_memory=share_memory)
+    assert store.share_memory_() is store
+    dataset = DatasetFactory.load("seq", tmp_path / "h5", 4, share_memory=share_memory)
+    assert dataset[0]["input_ids"].tolist() == store.fetch(0, 4, "sequence").tolist()
+
+
+def test_records_of_a_meta_are_records_and_a_stream_has_none(tmp_path, astrai):
+    ids = {"sequence": np.arange(6, dtype=np.int32)}
+    astrai.save_bin(tmp_path / "stream", ids)
+    astrai.save_bin(tmp_path / "records", ids, offsets={"sequence": [0, 2, 6]})
+    counts = []
+    for name in ("stream", "records"):
+        store = MmapStore()
+        store.load(tmp_path / name)
+        counts.append(store.num_records)
+    assert counts == [0, 2]
+    assert store.fetch_record(1, "sequence").tolist() == [2, 3, 4, 5]
+
+
+def test_jsonl_is_a_store_of_its_records(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1 + 1 = ", "response": "2"}\n' * 3)
+    config = {"preset": "instruction", "tokenizer_path": "bytes"}
+    (tmp_path / "dataset_config.json").write_text(json.dumps(config))
+    store = StoreFactory.create("jsonl")
+    store.load(tmp_path)
+    assert (store.num_records, store.keys) == (3, ["sequence", "loss_mask", "position_ids"])
+    assert pickle.loads(pickle.dumps(store)).fetch_record(2, "loss_mask").tolist()[-2:] == [True, True]
+    with pytest.raises(StoreError, match=r"must be a \.jsonl file or a folder with some"):
+        StoreFactory.create("jsonl").load(tmp_path / "dataset_config.json")
+
+
+def test_save_bin_and_load_bin_keep_tensors(tmp_path):
+    group = {"sequence": [torch.arange(3, dtype=torch.int32), torch.arange(4, dtype=torch.int32)]}
+    group |= {"loss_mask": [torch.ones(7, dtype=torch.bool)], "rewards": [torch.tensor([0.5, 1.0])]}
+    save_bin(tmp_path / "out", group, record_keys=["sequence"])
+    found = load_bin(tmp_path / "out")
+    assert {key: [each.tolist() for each in values] for key, values in found.items()} == {
+        key: [torch.cat(values).tolist()] for key, values in group.items()
+    }
+    assert {key: values[0].dtype for key, values in found.items()} == {
+        key: each[0].dtype for key, each in group.items()
+    }
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["sequence"]["offsets"] == [0, 3, 7]
+    with pytest.raises(ConfigError, match="'responses' must be the name of a list of tensors; keep groups as"):
+        save_bin(tmp_path / "out", {"responses": [[torch.ones(1)]]})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "must be a table of arrays"),
+        ('{"../a": {"shape": [1], "dtype": "int32"}}', "must hold an array of bool"),
+        ('{"a": {"shape": [1], "dtype": "object"}}', "must hold an array of bool"),
+        ('{"a": {"shape": [3], "dtype": "int32"}}', "must hold 3 numbers of int32, got 4 bytes"),
+        ('{"a": {"shape": [-1], "dtype": "int32"}}', "must be a table of arrays"),
+    ],
+)
+def test_a_forged_meta_is_refused_by_load_bin(tmp_path, text, message):
+    """[S.d]"""
+    (tmp_path / "a.bin").write_bytes(b"1234")
+    (tmp_path / "meta.json").write_text(text)
+    with pytest.raises(StoreError, match=message):
+        load_bin(tmp_path)
