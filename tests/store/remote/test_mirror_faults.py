@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tokenmill.errors import ConfigError
 from tokenmill.run.run import Run
 from tokenmill.store import verify
 from tokenmill.store.remote.mirror import PAGE_ROOM, PageFile
@@ -190,7 +191,7 @@ def draw(*configs, prefix=(), limit=-1):
 @pytest.mark.parametrize("sums", [True, False])
 @pytest.mark.parametrize("pages", [2, 20, 25])
 def test_a_disk_that_takes_a_part_of_a_write_gives_no_wrong_token(make_run, tmp_path, pages, sums):
-    """The limit of a process stands for the end of the disk: a write up to it is cut short, the next one fails."""
+    """[N1.d] The limit of a process is the end of the disk: a write to it is cut short, the next one fails."""
     run, expected = make_run(sums=sums)
     digests(run)  # makes the files
     for file in page_files(tmp_path / "mirror"):
@@ -210,6 +211,13 @@ def test_where_no_file_can_be_made_training_continues_with_one_warning(make_run,
     assert found == expected
     (line,) = [line for line in log if "mirror" in line]
     assert "nothing more can be stored in this mirror: File too large; training continues" in line
+
+
+def test_a_mirror_that_is_no_folder_is_named(make_run, tmp_path):
+    (tmp_path / "taken").write_text("")
+    run, _ = make_run(mirror=tmp_path / "taken")
+    with pytest.raises(ConfigError, match=r"mirror must be a folder that can be written to, got .*/taken"):
+        run.loader()
 
 
 def own_mounts() -> list[str]:
