@@ -215,15 +215,21 @@ def plan_units(
 ) -> UnitsReport:
     """Write the list of units of a build to the folder of the store; nothing of them is done.
 
-    Arguments are those of `prepare`. A second call writes the list anew; units that are done stay done.
+    Arguments are those of `prepare`. A second call writes the list anew; units that are done stay done. Inputs that
+    are addresses are copied to `staging` first, which parts must see under the same path.
     """
     options = PrepareOptions() if options is None else options
     show = partial(shown_progress, shown=None, on_progress=None)
     if map is not None and not is_importable(identify(map)):
         raise ConfigError(f"map: must be a function that parts can import, got {map!r}; put it into a module")
     folder = _folder_of(out, staging, rebuild=rebuild)
+    items = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
+    if any(is_address(item) for item in items):
+        from tokenmill.build.staged import local_inputs
+
+        items = list(local_inputs(items, staging, options, show))
     setting = open_setting(
-        inputs, out=folder, tokenizer=tokenizer, recipe=recipe, map=map, options=options, show=show
+        items, out=folder, tokenizer=tokenizer, recipe=recipe, map=map, options=options, show=show
     )
     asked = asked_for(inputs, tokenizer, recipe, options)
     journal = setting.journal

@@ -11,6 +11,7 @@ import pytest
 from tests.object_server import SECRET_KEY
 
 import tokenmill as tm
+from tokenmill.build import plan_units, run_part
 from tokenmill.errors import DocumentError
 from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.remote.inputs import copy_inputs
@@ -181,6 +182,17 @@ def test_a_store_of_objects_is_that_of_local_files(corpus, place, tmp_path):
         below(place, "**/*.jsonl"), out=below(place, "store"), staging=tmp_path / "staging", **options
     )
     assert both.fingerprint == local.fingerprint
+
+
+def test_units_of_objects_are_planned_and_done_in_parts(corpus, place, tmp_path):
+    local = tm.prepare(f"{corpus}/**/*.jsonl", out=tmp_path / "local", workers=1, progress=False)
+    inputs, how = below(place, "**/*.jsonl"), {"out": tmp_path / "away", "staging": tmp_path / "staging"}
+    planned = plan_units(inputs, **how)
+    assert (planned.phase, planned.units) == ("write", 1)
+    assert run_part(part="1/1", workers=1, progress=False, **how).units == 1
+    done = tm.prepare(inputs, workers=1, progress=False, **how)
+    assert done.resumed_units == 1
+    assert done.fingerprint == local.fingerprint
 
 
 RUN = """
