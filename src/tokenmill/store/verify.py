@@ -316,8 +316,8 @@ def _mark_page_sums(store: Store) -> None:
     with leased_folder(next(above, store.path)):
         if read_manifest(store.path) != store.manifest:
             raise StoreError(
-                f"{store.path / MANIFEST}: changed while the store was verified; run `tokenmill verify "
-                "--add-page-sums` again"
+                f"{store.path / MANIFEST}: must stay the same while the store is verified, got another one; run "
+                "`tokenmill verify --add-page-sums` again"
             )
         write_atomically(store.path / MANIFEST, body)
 
