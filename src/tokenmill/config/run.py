@@ -313,12 +313,17 @@ class Config:
             raise ConfigError(f"run: expected a RunConfig, got {self.run!r}; Run.from_tables takes plain tables")
         for key, record in zip(LISTS, _LISTED, strict=True):
             items = getattr(self, key)
-            wanted = f"{key}: expected a list of {record.__name__}"
             if not isinstance(items, list | tuple):
-                raise ConfigError(f"{wanted}, got one {type(items).__name__}; write {key}=[...]")
+                raise ConfigError(
+                    f"{key}: expected a list of {record.__name__}, got one {type(items).__name__}; "
+                    f"write {key}=[...]"
+                )
             for item in items:
                 if not isinstance(item, record):
-                    raise ConfigError(f"{wanted}, got {item!r} in it; Run.from_tables takes plain tables")
+                    raise ConfigError(
+                        f"{key}: expected a list of {record.__name__}, got {item!r} in it; "
+                        "Run.from_tables takes plain tables"
+                    )
             object.__setattr__(self, key, tuple(items))
         if not self.sources:
             raise ConfigError(
