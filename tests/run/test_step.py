@@ -125,6 +125,13 @@ def test_rows_are_measured_by_stage_and_source(tmp_path):
     assert sum(packed.lengths.values()) == spans.length.size
 
 
+def test_a_record_that_is_cut_fills_its_row(tmp_path):
+    records = [{"prompt": f"p{n} ", "chosen": "good " * 5, "rejected": f"bad {n}"} for n in range(12)]
+    run = make_run(tmp_path, records, seq_len=16, more='split = "truncate_end"', recipe="dpo")
+    (packed,) = inspect_packing(run)
+    assert packed.fill == (0,) * 10 + (12,)
+
+
 def test_rows_are_dealt_as_the_loader_deals_them(tmp_path):
     run = make_run(tmp_path, texts(), more='balance = "attention"')
     deal = deal_step(run, 1, 2, 1)
