@@ -284,7 +284,6 @@ def test_save_bin_and_load_bin_keep_tensors(tmp_path):
     ],
 )
 def test_a_forged_meta_is_refused_by_load_bin(tmp_path, text, message):
-    """[S.d]"""
     (tmp_path / "a.bin").write_bytes(b"1234")
     (tmp_path / "meta.json").write_text(text)
     with pytest.raises(StoreError, match=message):
