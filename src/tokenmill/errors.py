@@ -14,7 +14,7 @@
     ├── WorkerLostError(RuntimeError)  work that was lost with a process or a machine: to try again may help
     └── MissingExtraError(ImportError) a framework that an adapter needs is not installed
 
-A message reads: where: rule, got value; way out.
+A message reads: what is wrong: value; way out.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def test_plan_tells_what_is_not_counted_and_how_many_lanes_there_are(tokenmill, 
     assert "live text" in (tmp_path / "x.svg").read_text()
     shown = tokenmill("plan", live_toml)
     assert (shown.code, shown.err) == (0, "")
-    assert any(line.split()[:3] == ["web", "live", "4"] for line in shown.lines)
+    assert any(line.split()[:2] == ["web", "live"] and "4" in line.split() for line in shown.lines)
 
 
 def test_batches_resume_from_a_file_at_any_world_size_and_tell_what_was_left_out(tokenmill, live_toml, tmp_path):

@@ -40,7 +40,7 @@ def init(
     if out.exists():
         raise ConfigError(f"file exists: {out}; choose another name with --out, or remove it")
     if out.suffix != ".toml":
-        raise ConfigError(f"--out: a config must end in .toml, got {out.name!r}")
+        raise ConfigError(f"--out: a config must end in .toml, got {out.name!r}; rename it")
     if demo:
         stores = [_make_demo(out.parent)]
     elif not out.absolute().parent.is_dir():

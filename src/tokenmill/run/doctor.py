@@ -174,7 +174,7 @@ def _check_run(folder: Path) -> None:
     ]
     joined = [np.concatenate(pair) for pair in zip(*halves, strict=True)]
     if not all(map(np.array_equal, whole, joined)):
-        raise TokenmillError("batches differ between world size 1 and 2")
+        raise TokenmillError("self-test: batches of world size 1 and 2 differ; report this")
     first = run.loader(micro_batch=8)
     for _, _ in zip(range(5), first, strict=False):
         pass
@@ -182,4 +182,4 @@ def _check_run(folder: Path) -> None:
     resumed.load_state_dict(first.state_dict())
     rest = [batch["input_ids"] for batch in resumed]
     if len(rest) != 7 or not all(map(np.array_equal, whole[5:], rest)):
-        raise TokenmillError("batches after a resume differ from a run without one")
+        raise TokenmillError("self-test: batches after a resume differ; report this")
