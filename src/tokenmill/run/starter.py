@@ -47,7 +47,7 @@ def source_tables(stores: Stores) -> list[dict[str, Any]]:
 def _as_text(path: object) -> str:
     if not isinstance(path, str | os.PathLike):
         raise ConfigError(
-            f"stores: expected a path or an address of a store, got {path!r}; pass a string or a Path; pass a string or a Path"
+            f"stores: expected a path or an address of a store, got {path!r}; pass a string or a Path"
         )
     return str(os.fspath(path))
 
