@@ -68,6 +68,34 @@ def test_an_error_that_was_met_in_a_place_keeps_its_kind_and_its_words():
     assert str(error) == "a.parquet: row group 3: a.bin: must be whole, got half; make it again"
 
 
+def texts_of(path: Path) -> list[str]:
+    """Return every text in a file but its docstrings, with {} for what is filled in."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    parts |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            found.append(
+                "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
+            found.append(node.value)
+    return found
+
+
+def test_what_python_says_names_no_flag_of_the_command_line():
+    """A whole command in backticks is for everybody: `tokenmill verify --hashes`."""
+    flags = [
+        (str(path.relative_to(PACKAGE)), text)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).parts[0] not in ("cli", "demo", "view")
+        for text in texts_of(path)
+        if re.search(r"(?<![\w-])--[a-z]", re.sub(r"`tokenmill [^`]*`", "", text))
+    ]
+    assert flags == []
+
+
 def messages() -> list[tuple[str, str]]:
     """Return every message that is raised, with {...} for what is filled in."""
     found = []

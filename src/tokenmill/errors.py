@@ -14,7 +14,8 @@
     ├── WorkerLostError(RuntimeError)  work that was lost with a process or a machine: to try again may help
     └── MissingExtraError(ImportError) a framework that an adapter needs is not installed
 
-A message reads: what is wrong: value; way out.
+A message reads: what is wrong: value; way out. It names options as arguments of Python, such as `workers=1` or
+`text_field=...`; the command line prints them as its flags.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
 from operator import index
 from unicodedata import category
@@ -57,12 +57,16 @@ def harmless(text: str) -> str:
     return without_secrets(text)
 
 
+wording: Callable[[str], str] = str
+"""What `warn` makes of a message before it prints it. The command line sets it while it runs, to print flags."""
+
+
 def warn(message: str) -> None:
     """Print a warning on stderr, in bold where that is possible."""
     from rich.console import Console
     from rich.text import Text
 
-    text = Text(harmless(f"warning: {message}"), style="bold yellow")
+    text = Text(harmless(f"warning: {wording(message)}"), style="bold yellow")
     Console(stderr=True).print(text, soft_wrap=True)
 
 

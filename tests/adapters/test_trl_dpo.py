@@ -224,7 +224,7 @@ def test_columns_are_those_of_the_records(run):
     batch = run.loader(columns=("ref_chosen_logps",), micro_batch=2)[2]
     assert batch["ref_chosen_logps"].tolist() == [PAIRS[number]["ref_chosen_logps"] for number in numbers]
     with pytest.raises(
-        ConfigError, match=r"columns: must be one of those that .*pairs keeps, got 'margin'.*--keep margin"
+        ConfigError, match=r"columns: must be one of those that .*pairs keeps, got 'margin'.*keep=\[.margin.\]"
     ):
         run.loader(columns=("margin",))
     with pytest.raises(

@@ -134,7 +134,7 @@ def bad_corpus(tmp_path):
 
 @pytest.mark.parametrize(("workers", "chunk_bytes"), [(1, 1 << 20), (1, 500), (2, 500)])
 def test_first_bad_line_in_input_order_stops_with_file_and_line(bad_corpus, tmp_path, workers, chunk_bytes):
-    with pytest.raises(DocumentError, match=r"bad/a\.jsonl:151: .*one JSON object, got .*on-error skip"):
+    with pytest.raises(DocumentError, match=r"bad/a\.jsonl:151: .*one JSON object, got .*on_error="):
         build(bad_corpus, tmp_path / "store", workers=workers, chunk_bytes=chunk_bytes)
     with pytest.raises(StoreMissingError):
         read_manifest(tmp_path / "store")
@@ -245,7 +245,7 @@ def test_rows_that_a_quote_takes_along_are_counted(tmp_path):
 def test_a_second_dump_with_the_same_file_names_is_added(tmp_path):
     first, second = (write_file(tmp_path / name / "part-0.jsonl", [name]) for name in ("one", "two"))
     build(first.parent, tmp_path / "out")
-    with pytest.raises(StoreExistsError, match=r"must stay as they were, got .*say --same-names if it is another"):
+    with pytest.raises(StoreExistsError, match=r"must stay as they were, got .*say same_names=True if it is"):
         build(second.parent, tmp_path / "out")
     report = build(second.parent, tmp_path / "out", same_names=True)
     assert (texts_of(open_store(tmp_path / "out")), report.new_files) == (["one", "two"], 1)
@@ -276,7 +276,7 @@ def test_a_mended_input_goes_on_with_what_the_other_files_gave(tmp_path):
 
 def test_finished_store_is_replaced_only_when_asked(corpus, straight):
     before = files_of(straight)
-    with pytest.raises(StoreExistsError, match=r"max_tokens_per_shard 20000 -> None.*--rebuild"):
+    with pytest.raises(StoreExistsError, match=r"max_tokens_per_shard 20000 -> None.*rebuild=True"):
         build(corpus, straight)
     with pytest.raises(DocumentError):
         build(corpus / "missing.jsonl", straight, rebuild=True)

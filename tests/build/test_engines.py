@@ -238,7 +238,7 @@ def test_a_unit_whose_worker_is_stuck_is_told_of_and_ends_the_build_in_time(
                 **given,
             )
     assert stopped
-    assert re.search(stuck + "no progress for 1 s; --unit-timeout", capfd.readouterr().err)
+    assert re.search(stuck + "no progress for 1 s; unit_timeout=", capfd.readouterr().err)
     report = prepare(corpus, out=tmp_path / "store", workers=1, progress=False, options=options)
     straight = prepare(corpus, out=tmp_path / "straight", workers=1, progress=False, options=options)
     assert report.fingerprint == straight.fingerprint

@@ -83,7 +83,7 @@ def test_a_shard_that_is_in_no_manifest_is_never_overwritten(tmp_path, storage_f
         stranger.mkdir()
         stranger = stranger / "years of work"
     stranger.write_bytes(b"foreign")
-    with pytest.raises(StoreExistsError, match=rf"no shards but those of its manifest, got '{name}'; .*--rebuild"):
+    with pytest.raises(StoreExistsError, match=rf"shards but those of its manifest, got '{name}'; .*rebuild=True"):
         build(path, tmp_path / "out", storage_format=storage_format)
     with pytest.raises(StoreError, match=r"of this name must be a shard"):
         build(path, tmp_path / "out", storage_format=storage_format, rebuild=True)
@@ -111,7 +111,7 @@ def test_a_journal_that_cannot_be_read_is_named_and_a_rebuild_is_the_way_out(tmp
     path = write_file(tmp_path / "a.jsonl", TEXTS)
     whole = files_of(build(path, tmp_path / "out").path)
     (tmp_path / "out" / ".prepare" / name).write_bytes(b"{}")
-    with pytest.raises(StoreCorruptError, match=rf"{name}: must be as prepare wrote it, .*with --rebuild"):
+    with pytest.raises(StoreCorruptError, match=rf"{name}: must be as prepare wrote it, .*with rebuild=True"):
         build(path, tmp_path / "out")
     build(path, tmp_path / "out", rebuild=True)
     assert files_of(tmp_path / "out") == whole

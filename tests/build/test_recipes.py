@@ -58,6 +58,27 @@ def test_a_chat_trains_on_what_the_assistant_said_and_nothing_else(tmp_path, wor
     assert store.fetch_record(7, "position_ids").tolist() == list(range(store.fetch_record(7, "sequence").size))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "way_out"),
+    [
+        ("text", r"name the field of the text with text_field=\.\.\., or the recipe with recipe=\.\.\."),
+        ("chat", r"name the fields in a recipe, or take the preset that has them with recipe=\.\.\."),
+        ("dpo", r"name the fields in a recipe, or take the preset"),
+    ],
+)
+def test_a_record_without_its_fields_names_the_way_out_of_its_recipe(tmp_path, recipe, way_out):
+    """`text_field` is for the recipe `text` alone."""
+    with pytest.raises(DocumentError, match=rf'in\.jsonl:1: .*; {way_out}.*, or skip .* on_error="skip"$'):
+        build([{"dialog": "a"}], tmp_path, recipe=recipe, chat_template=None if recipe == "text" else "chatml")
+
+
+def test_a_system_prompt_that_nothing_reads_is_counted_and_has_an_example(tmp_path):
+    """[T1.d]"""
+    told = {**CHATS[0], "system_prompt": "Be brief."}
+    out = build([CHATS[1], told, told], tmp_path, recipe="chat", chat_template="chatml")
+    assert open_store(out).manifest.skipped["noted"] == {"system_prompt_not_read": 1}
+
+
 def test_templates_are_rendered_in_a_worker_however_small_the_build(tmp_path):
     """[S.c] Only there may the system limit a process."""
 
@@ -132,7 +153,7 @@ def test_records_that_lose_an_answer_to_max_seq_len_are_counted_and_told(tmp_pat
     assert store.manifest.skipped["notes"] == {"answers_cut": 2}
     told = " ".join(capsys.readouterr().err.split())
     assert (
-        "warning: 2 of 4 records lost trained tokens at their end to max_seq_len = 70; raise it, --on-long" in told
+        "warning: 2 of 4 records lost trained tokens at their end to max_seq_len = 70; raise it, on_long=" in told
     )
 
 
@@ -233,7 +254,7 @@ def test_groups_keep_their_responses_and_rewards(tmp_path):
 def test_a_record_that_cannot_be_encoded_stops_with_its_line_and_reason(tmp_path):
     """[T1.b]"""
     records = [*CHATS[:10], {"messages": [{"role": "user", "content": "nobody answers"}]}, *CHATS]
-    with pytest.raises(DocumentError, match=r"in\.jsonl:11: .*--on-error skip"):
+    with pytest.raises(DocumentError, match=r"in\.jsonl:11: .*on_error="):
         build(records, tmp_path, recipe="chat", chat_template="chatml", chunk_bytes=300)
 
 

@@ -224,7 +224,7 @@ def test_a_damaged_journal_is_named_and_a_rebuild_is_the_way_out(tmp_path):
     build(corpus, tmp_path / "store")
     ledger = tmp_path / "store" / ".prepare" / "inputs.json"
     ledger.write_bytes(ledger.read_bytes().replace(b"a.jsonl", b"b.jsonl"))
-    with pytest.raises(StoreCorruptError, match=r"inputs\.json: must be as prepare wrote it.*--rebuild"):
+    with pytest.raises(StoreCorruptError, match=r"inputs\.json: must be as prepare wrote it.*rebuild=True"):
         build(corpus, tmp_path / "store")
 
 
@@ -279,7 +279,7 @@ def test_a_file_that_changed_after_it_was_prepared_is_refused(tmp_path):
     before = files_of(tmp_path / "store")
     write_file(tmp_path / "in" / "a.jsonl", TEXTS[:101])
     with pytest.raises(
-        StoreExistsError, match=r"must stay as they were, got .*a\.jsonl with other content .*--rebuild"
+        StoreExistsError, match=r"must stay as they were, got .*a\.jsonl with other content .*rebuild=True"
     ):
         build(tmp_path / "in", tmp_path / "store")
     assert files_of(tmp_path / "store") == before
@@ -309,7 +309,7 @@ def test_another_option_is_refused_with_the_first_difference(tmp_path, monkeypat
         monkeypatch.undo()
     before = files_of(tmp_path / "store")
     rule = "added to as it was made" if finished else "go on as it began"
-    with pytest.raises(StoreExistsError, match=rf"must (be )?{rule}, got {difference}; .*--rebuild"):
+    with pytest.raises(StoreExistsError, match=rf"must (be )?{rule}, got {difference}; .*rebuild=True"):
         build(corpus, tmp_path / "store", **change)
     assert files_of(tmp_path / "store") == before
 
@@ -330,9 +330,9 @@ def test_a_build_that_has_finished_nothing_yet_may_be_asked_for_otherwise(tmp_pa
     """The first try of a newcomer fails at a bad line or a wrong field; the advice of the error must work."""
     corpus = tmp_path / "a.jsonl"
     corpus.write_bytes(b'{"body": "one"}\n{"body": 2}\n')
-    with pytest.raises(DocumentError, match="--text-field"):
+    with pytest.raises(DocumentError, match="text_field="):
         build(corpus, tmp_path / "store")
-    with pytest.raises(DocumentError, match="--on-error skip"):
+    with pytest.raises(DocumentError, match='on_error="skip"'):
         build(corpus, tmp_path / "store", text_field="body")
     assert build(corpus, tmp_path / "store", text_field="body", on_error="skip").documents == 1
 
@@ -387,7 +387,7 @@ def test_a_store_that_prepare_did_not_make_is_not_added_to(tmp_path):
     with StoreWriter(tmp_path / "store", spec) as writer:
         writer.append({"sequence": np.array([1, 2], "<u2")}, np.array([0, 2]))
         writer.commit()
-    with pytest.raises(StoreExistsError, match=r"cannot add to, got one without its journal; .*--rebuild"):
+    with pytest.raises(StoreExistsError, match=r"cannot add to, got one without its journal; .*rebuild=True"):
         build(corpus, tmp_path / "store")
     assert build(corpus, tmp_path / "store", rebuild=True).documents == 10
 
@@ -431,7 +431,7 @@ def test_a_ledger_of_another_version_is_named_and_a_rebuild_is_the_way_out(tmp_p
     build(corpus, tmp_path / "store")
     ledger = tmp_path / "store" / ".prepare" / "inputs.json"
     write_signed(ledger, {**read_signed(ledger), "news": 1})
-    with pytest.raises(StoreCorruptError, match=r"inputs\.json: must be of this version.*--rebuild"):
+    with pytest.raises(StoreCorruptError, match=r"inputs\.json: must be of this version.*rebuild=True"):
         build(corpus, tmp_path / "store")
     assert build(corpus, tmp_path / "store", rebuild=True).documents == 10
 

@@ -1,6 +1,7 @@
 """What a command says of a config that was written for another project, and the options that it takes for one."""
 
 import io
+import json
 import time
 import tomllib
 
@@ -9,8 +10,12 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tokenmill import errors
+from tokenmill.build import PrepareOptions, prepare
+from tokenmill.cli.app import _worded
 from tokenmill.cli.console import ToNative, WorldSize, busy, megabytes, print_native, progress, show_notes
 from tokenmill.config.dialects import Translation, translate
+from tokenmill.errors import DocumentError
 
 TABLES = {"data": {"dataset_path": "/data/[web]", "num_workers": 2}, "train": {"seed": 1}}
 
@@ -115,3 +120,51 @@ def test_short_work_says_nothing(capsys):
     with busy("compiling the plan"):
         pass
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("command", "message", "shown"),
+    [
+        ("prepare", 'a.jsonl:1: skip it with on_error="skip"', "a.jsonl:1: skip it with --on-error skip"),
+        ("prepare", "name it with text_field=..., or choose", "name it with --text-field, or choose"),
+        ("prepare", "start over with rebuild=True", "start over with --rebuild"),
+        ("prepare", "say add_bos=True or add_eos=False", "say --bos or --no-eos"),
+        ("prepare", "take engine='tokenizers', or workers=1", "take --tokenizer-engine tokenizers, or --workers 1"),
+        ("import", 'say dtype="uint16", or vocab_size=...', "say --dtype uint16, or --vocab-size"),
+        ("export", "give them up with drop_masks=True", "give them up with --drop-masks"),
+        ("plan", "give world_size=N", "give --world-size N"),
+        ("plan", 'prepare it with keep=["id"]', "prepare it with --keep id"),
+        ("inspect", "name it with tokenizer=...", "name it with --tokenizer"),
+        ("prepare", "a.map_field=3, nothing=..., max_seq_len = 3", "a.map_field=3, nothing=..., max_seq_len = 3"),
+    ],
+)
+def test_arguments_of_python_are_printed_as_flags(monkeypatch, command, message, shown):
+    monkeypatch.setattr("sys.argv", ["tokenmill", command])
+    assert _worded(message) == shown
+
+
+def test_python_and_the_command_line_name_the_same_option_each_in_its_words(tokenmill, tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"body": "a"}\n')
+    with pytest.raises(DocumentError, match=r'with text_field=\.\.\., .*with recipe=\.\.\. .*on_error="skip"$'):
+        prepare(tmp_path / "a.jsonl", out=tmp_path / "a", workers=1, progress=False)
+    done = tokenmill("prepare", tmp_path / "a.jsonl", "--out", tmp_path / "b", "--workers", 1)
+    assert done.err.endswith(
+        "; name the field of the text with --text-field, or the recipe with --recipe (chat, dpo), "
+        "or skip bad ones with --on-error skip\n"
+    )
+    # Warnings too, and after the command Python has its own words again.
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 99}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    options = ("--recipe", "chat", "--chat-template", "chatml", "--max-seq-len", 60, "--workers", 1)
+    done = tokenmill("prepare", tmp_path / "chat.jsonl", "--out", tmp_path / "c", *options)
+    assert "raise it, --on-long drop leaves such records out, --on-long stop refuses them" in done.err
+    assert errors.wording is str
+    prepare(
+        tmp_path / "chat.jsonl",
+        out=tmp_path / "d",
+        recipe="chat",
+        workers=1,
+        progress=False,
+        options=PrepareOptions(chat_template="chatml", max_seq_len=60),
+    )
+    assert 'raise it, on_long="drop" leaves such records out' in capsys.readouterr().err

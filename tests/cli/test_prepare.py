@@ -206,7 +206,7 @@ def test_what_is_not_said_is_asked_for(tokenmill, tmp_path):
     done = tokenmill("import", tmp_path / "b.bin", "--out", tmp_path / "ours")
     assert (done.code, done.out) == (1, "")
     assert re.match(
-        r"error: .*b\.bin: the dtype of files without a header must be said, got none; add dtype", done.err
+        r"error: .*b\.bin: the dtype of files without a header must be said, got none; say --dtype", done.err
     )
     assert not (tmp_path / "ours").exists()
 
@@ -325,8 +325,8 @@ def test_records_without_the_fields_of_a_recipe_are_told_which_it_wants(tokenmil
     assert done.code == 1
     assert done.err.endswith(
         "web.jsonl:1: a record must have the fields of the recipe, got no messages, nor system + conversations, "
-        "nor conversations; name the field of the text with --text-field, or what the records are with --recipe "
-        "(chat, dpo, ...), or skip bad ones with --on-error skip\n"
+        "nor conversations; name the fields in a recipe, or take the preset that has them with --recipe, or skip "
+        "bad ones with --on-error skip\n"
     )
 
 

@@ -130,11 +130,11 @@ def test_column_with_a_dot_in_its_name_is_taken_first(write):
     [
         (
             "txt",
-            r"must have a column 'txt', got 'text', 'n', 's'; name it with --text-field .*, did you mean 'text'\?",
+            r"must have a column 'txt', got 'text', 'n', 's'; name it with text_field=\.\.\., did you mean 'text'",
         ),
         ("n", r"must have strings in column 'n', got int64; name another text_field"),
         ("s", r"must have strings in column 's', got struct"),
-        ("s.y", r"must have a column 's\.y', got 'xs'; name it with --text-field .*, known: xs"),
+        ("s.y", r"must have a column 's\.y', got 'xs'; name it with text_field=\.\.\., known: xs"),
         ("n.x", r"must have a column 'n\.x', got int64; name"),
     ],
 )

@@ -103,7 +103,7 @@ def test_a_copy_that_was_altered_is_not_taken_for_the_tokenizer(tmp_path, inputs
     assert tokenizer_of(store) is None
     assert why_no_texts(store) == (
         f"{store.path}: no text can be shown, as the tokenizer {spec!r} is not there any more, or is another now; "
-        "name its tokenizer with --tokenizer"
+        "name its tokenizer with tokenizer=..."
     )
     assert tokenizer_of(store, str(moved)).identity.content == store.manifest.tokenizer["content"]
     with pytest.raises(TokenizerError, match=r"tokenizer 'bytes': must be the one that made .*; name that one"):
@@ -176,7 +176,7 @@ def test_an_eos_that_ends_turns_of_a_chat_is_told_where_documents_are_plain_text
     told = capsys.readouterr().err
     assert "warning: every document of plain text will end with '<|im_end|>', which ends a turn of a chat" in told
     assert "named by tokenizer_config.json" in told
-    assert "with --eos-token, such as '<|endoftext|>'" in told
+    assert "with eos_token=..., such as '<|endoftext|>'" in told
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,7 @@ def test_a_spec_refuses_a_key_that_is_no_plain_name(key):
 def test_a_finished_store_is_replaced_only_when_asked(tmp_path):
     write(tmp_path / "web", [3, 9, 9], size=4)
     before = files_of(tmp_path / "web")
-    with pytest.raises(StoreExistsError, match=r"web: must not hold a finished store, got one; .*--rebuild"):
+    with pytest.raises(StoreExistsError, match=r"web: must not hold a finished store, got one; .*rebuild=True"):
         StoreWriter(tmp_path / "web", spec_of())
     assert files_of(tmp_path / "web") == before
     with StoreWriter(tmp_path / "web", spec_of(), rebuild=True) as writer:

@@ -379,7 +379,7 @@ def _check_kinds(where: str, stores: Mapping[str, Store], arrays: tuple[str, ...
         if store.manifest.kind not in kinds:
             raise ConfigError(
                 f"{where}: stores must be of kind {' or '.join(kinds)} for this Trainer, got {name!r} of "
-                f"{store.manifest.kind}; prepare it with another --recipe, or take the Trainer for such data"
+                f"{store.manifest.kind}; prepare it with another recipe=..., or take the Trainer for such data"
             )
 
 

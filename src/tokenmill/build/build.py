@@ -322,8 +322,8 @@ def _warn_of_cut_answers(report: PrepareReport, recipe: Recipe) -> None:
         end = "end" if recipe.preprocessing.truncation_mode == "keep_start" else "beginning"
         warn(
             f"{cut:,} of {report.new_documents:,} records lost trained tokens at their {end} to max_seq_len = "
-            f"{recipe.preprocessing.max_seq_len}; raise it, --on-long drop leaves such records out, "
-            "--on-long stop refuses them"
+            f'{recipe.preprocessing.max_seq_len}; raise it, on_long="drop" leaves such records out, '
+            'on_long="stop" refuses them'
         )
 
 
@@ -374,8 +374,8 @@ class BuildResult:
     listed: list[dict[str, Any]] = field(default_factory=list)
     """The first bad records."""
 
-    def add(self, unit: Unit, result: UnitResult, *, resumed: bool, stop: bool) -> None:
-        """Count a unit; where bad records `stop` a build, raise the first."""
+    def add(self, unit: Unit, result: UnitResult, recipe: Recipe, *, resumed: bool, stop: bool) -> None:
+        """Count a unit; where bad records `stop` a build of a recipe, raise the first."""
         counts = result.counts
         # Of each piece: its file, what is counted there, and how many lines stand before it in the file.
         pieces_begin: list[tuple[str, str, int]] = []
@@ -398,7 +398,7 @@ class BuildResult:
             name, _, first_line = pieces_begin[bad.piece]
             line = first_line + bad.line
             if stop or bad.reason == TOO_LONG:
-                raise bad_record(unit, line, bad)
+                raise bad_record(unit, line, bad, recipe)
             if len(self.listed) < MAX_LISTED or all(bad.reason != record["reason"] for record in self.listed):
                 self.listed.append({"file": name, "line": line + 1, "reason": bad.reason, "detail": bad.detail})
         self.units.append(UnitShards(key=result.key, shards=result.shards, pieces=tuple(pieces_begin)))
@@ -412,21 +412,20 @@ class BuildResult:
         add_counts(self.notes, counts.notes)
 
 
-def bad_record(unit: Unit, line: int, bad: BadRecord) -> DocumentError:
+def bad_record(unit: Unit, line: int, bad: BadRecord, recipe: Recipe) -> DocumentError:
     """Return the error that names a bad record by its file and line, the rule that it breaks, and the ways out."""
     rules = {"domain": "the domain must be a name", **RECIPE_RULES, **RULES}
     # A chat without messages lacks no text field: the recipe knows better which fields it wants.
     rules["missing_field"] = RECIPE_RULES["missing_field"]
-    skip = "or skip bad ones with --on-error skip"
-    if bad.reason == TOO_LONG:  # it stops the build, whatever --on-error says
-        ways_out = "raise --max-seq-len, or say --on-long drop or cut"
-    elif bad.reason in ("missing_field", "not_text"):
+    skip = 'or skip bad ones with on_error="skip"'
+    if bad.reason == TOO_LONG:  # it stops the build, whatever on_error says
+        ways_out = 'raise max_seq_len=..., or say on_long="drop" or on_long="cut"'
+    elif bad.reason in ("missing_field", "not_text") and recipe.name == "text":
         ways_out = (
-            "name the field of the text with --text-field, or what the records are with --recipe (chat, dpo, ...), "
-            f"{skip}"
+            f"name the field of the text with text_field=..., or the recipe with recipe=... (chat, dpo), {skip}"
         )
     elif bad.reason == "too_long":
-        ways_out = f"cut the record, allow it with --max-record-bytes, {skip}"
+        ways_out = f"cut the record, allow it with max_record_bytes=..., {skip}"
     else:
         ways_out = f"{WAYS_OUT.get(bad.reason, 'mend the record')}, {skip}"
     where = place(unit.pieces[bad.piece], line)
@@ -513,7 +512,7 @@ def _fates(journal: Journal, cut: CutInput) -> list[Uint8Array]:
     if broken := [path for path in paths if not is_whole_scan(path)]:
         raise StoreCorruptError(
             f"{broken[0]}: must hold the hashes of records, to add files, got "
-            f"{'other bytes than were written' if broken[0].exists() else 'nothing'}; start over with --rebuild"
+            f"{'other bytes than were written' if broken[0].exists() else 'nothing'}; start over with rebuild=True"
         )
     fates = fates_of(paths, deduplicate=cut.deduplicate, max_items=cut.max_items)
     return fates[len(cut.old_scans) :]
@@ -624,7 +623,7 @@ def run_build(build: Build, pool: WorkerPool, show: Show) -> BuildResult:
             resumed = task.key in earlier
             finished = msgspec.json.decode(earlier.pop(task.key), type=UnitResult) if resumed else next(new)
             assert finished is not None
-            result.add(task.unit, finished, resumed=resumed, stop=stop)
+            result.add(task.unit, finished, pool.job.recipe, resumed=resumed, stop=stop)
             left.discard(task.key)
             done_bytes += task.unit.bytes
             tick()

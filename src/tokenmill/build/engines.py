@@ -104,7 +104,7 @@ class UnitWatch:
                 )
             if silent > warn_after:
                 warn_after *= 2
-                warn(f"{_named(task)}: no progress for {silent:.0f} s; --unit-timeout ends a build that is stuck")
+                warn(f"{_named(task)}: no progress for {silent:.0f} s; unit_timeout=... ends a build that is stuck")
             self._seen[task.key] = note, since, warn_after
 
 

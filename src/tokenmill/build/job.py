@@ -38,7 +38,7 @@ from tokenmill.documents.units import MAX_EXPANSION, MAX_RECORD_BYTES
 from tokenmill.encode.engines import framing_of, open_tokenizer, trusted
 from tokenmill.encode.files import copy_of, spec_of_copy
 from tokenmill.encode.recipe import PRESETS, Recipe, RecordEncoder, load_recipe, open_encoder, record_keys
-from tokenmill.encode.recipe.recipe import check_recipe
+from tokenmill.encode.recipe.recipe import SYSTEM_PROMPT, check_recipe
 from tokenmill.encode.tokenizer import Framing, Tokenizer, token_dtype, with_policy
 from tokenmill.errors import (
     ConfigError,
@@ -332,9 +332,7 @@ def _open_with(job: Job, tokenizer: Tokenizer, map: MapRecord | None) -> OpenJob
         reading=ReadOptions(
             text_field=recipe.text_field if text_only else None,
             # A function may read any field.
-            fields=None
-            if text_only or map is not None
-            else tuple(dict.fromkeys([*recipe.fields, *top_fields(job.options.keep)])),
+            fields=None if text_only or map is not None else _fields_of(recipe, job.options),
             text_unit=job.options.text_unit,
             max_record_bytes=job.options.max_record_bytes,
             max_expansion=job.options.max_expansion,
@@ -357,6 +355,12 @@ def _open_with(job: Job, tokenizer: Tokenizer, map: MapRecord | None) -> OpenJob
         if recipe.text_field is not None
         else replace(recipe, preprocessing=replace(recipe.preprocessing, domain_key=None)).fields,
     )
+
+
+def _fields_of(recipe: Recipe, options: PrepareOptions) -> tuple[str, ...]:
+    """Return the top-level fields that a build reads of records; a function of the user may read any."""
+    noted = [SYSTEM_PROMPT] if recipe.template else []
+    return tuple(dict.fromkeys([*recipe.fields, *top_fields(options.keep), *noted]))
 
 
 # Doing a task of a job, in any process.
@@ -639,7 +643,7 @@ def _settle_framing(spec: str, recipe: Recipe, options: PrepareOptions, opened: 
         other = f", such as {framing.end_of_text!r}" if framing.end_of_text else ""
         warn(
             f"every document of plain text will end with {framing.turn_end!r}, which ends a turn of a chat "
-            f"({framing.line}); name the end of a text with --eos-token{other}, or this one if it is meant"
+            f"({framing.line}); name the end of a text with eos_token=...{other}, or this one if it is meant"
         )
     lacks_bos = opened.encoder is not None and opened.encoder.lacks_bos
     return framing.line + ("; no BOS before conversations, as the chat template writes none" if lacks_bos else "")

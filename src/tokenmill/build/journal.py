@@ -439,7 +439,8 @@ def read_signed(path: Path) -> dict[str, Any] | None:
         value, checksum = {}, ""
     if checksum != _checksum(value):
         raise StoreCorruptError(
-            f"{path}: must be as prepare wrote it, got other content; start over with --rebuild, or at another path"
+            f"{path}: must be as prepare wrote it, got other content; "
+            "start over with rebuild=True, or at another path"
         )
     return dict(value)
 
@@ -451,7 +452,8 @@ def read_record(kind: type[T], path: Path) -> T | None:
         return None if value is None else read_table(kind, value, f"{path}:", error=StoreCorruptError)
     except StoreCorruptError as error:
         raise StoreCorruptError(
-            f"{path}: must be of this version of tokenmill, got other fields ({error}); start over with --rebuild"
+            f"{path}: must be of this version of tokenmill, got other fields ({error}); "
+            "start over with rebuild=True"
         ) from None
 
 
@@ -505,7 +507,7 @@ def begin_build(
     if finished is None and (journal.out / layout.MANIFEST).exists() and not rebuild and unfinished is None:
         raise StoreExistsError(
             f"{journal.out}: must not hold a store that prepare cannot add to, got one without its journal; "
-            "choose another path or --rebuild it"
+            "choose another path, or replace it with rebuild=True"
         )
     if unfinished is not None:
         same = first_difference(dict(unfinished.identity), dict(identity)) is None
@@ -641,13 +643,13 @@ def _new_files(
             raise StoreExistsError(
                 f"{journal.out}: files that are in a store must stay as they were, got {file.path} with other "
                 f"content than {old.name} had ({old.bytes} -> {file.bytes} bytes); put new records into files "
-                "with new names, say --same-names if it is another file, or --rebuild"
+                "with new names, say same_names=True if it is another file, or rebuild=True"
             )
         for entry in unmatched.get(file.bytes, ()):
             if entry_digest(entry.name, digests[file.path]) == entry.digest:
                 raise StoreExistsError(
                     f"{journal.out}: a file must be added once, got {file.path} with the content of {entry.name}, "
-                    "which is in the store; leave it out or give it its old name, or --rebuild"
+                    "which is in the store; leave it out or give it its old name, or say rebuild=True"
                 )
     taken.confirm()
     return new_files
@@ -662,7 +664,7 @@ def refuse_difference(out: Path, old: Mapping[str, Any], new: Mapping[str, Any],
     what = "a store must be added to as it was made" if finished else "an unfinished build must go on as it began"
     raise StoreExistsError(
         f"{out}: {what}, got {path} {before!r} -> {after!r}; "
-        "give what was given before, choose another path, or start over with --rebuild"
+        "give what was given before, choose another path, or start over with rebuild=True"
     )
 
 
@@ -686,5 +688,5 @@ def refuse_left_shards(out: Path, routes: Sequence[str]) -> None:
         if unlisted := sorted(shards - listed):
             raise StoreExistsError(
                 f"{out / route}: must hold no shards but those of its manifest, got {unlisted[0]!r}; "
-                "choose another path, or --rebuild if it may be deleted"
+                "choose another path, or say rebuild=True if it may be deleted"
             )

@@ -174,11 +174,13 @@ def _read_list(journal: Journal) -> _UnitList | None:
     for line in lines:
         checksum.update(line)
     if head is None or head.checksum != checksum.hexdigest():
-        raise StoreCorruptError(f"{path}: must be as prepare wrote it, got other content; run --plan-only again")
+        raise StoreCorruptError(
+            f"{path}: must be as prepare wrote it, got other content; run `tokenmill prepare --plan-only` again"
+        )
     if head.version != __version__:
         raise ConfigError(
             f"{path}: all parts must be done by one version of tokenmill, got {__version__} for a list of "
-            f"{head.version}; install that one, or run --plan-only again"
+            f"{head.version}; install that one, or run `tokenmill prepare --plan-only` again"
         )
     return _UnitList(head=head, lines=lines)
 
@@ -331,14 +333,15 @@ def _list_for(journal: Journal, asked: Mapping[str, Any] | None) -> _UnitList | 
         if (journal.out / MANIFEST).exists() or journal.finished() is not None:
             return None
         raise StoreMissingError(
-            f"{journal.out}: must hold a list of units to do a part of, got none; write it with --plan-only first"
+            f"{journal.out}: must hold a list of units to do a part of, got none; "
+            "write it with `tokenmill prepare --plan-only` first"
         )
     difference = None if asked is None else first_difference(dict(units.head.asked), msgspec.to_builtins(asked))
     if difference is not None:
         path, before, after = difference
         raise ConfigError(
             f"{journal.out}: a part must be asked for as the list of units was, got {path} {before!r} -> "
-            f"{after!r}; give what was given before, or write a new list with --plan-only"
+            f"{after!r}; give what was given before, or write a new list with `tokenmill prepare --plan-only`"
         )
     return units
 
@@ -375,7 +378,7 @@ def _write_part(
             if not result.finished:
                 bad = next(record for record in result.counts.bad if pool.opened.stop or record.reason == TOO_LONG)
                 line = _lines_before(journal, units, task, bad.piece, pool) + bad.line
-                raise bad_record(task.unit, line, bad)
+                raise bad_record(task.unit, line, bad, pool.job.recipe)
             results.append(result)
             left.discard(task.key)
             done = done[0] + task.unit.bytes, done[1] + result.counts.documents, done[2] + result.counts.tokens

@@ -144,7 +144,7 @@ def _attempt(
         if fates is not None and counts.place != fates.size:
             raise DocumentError(
                 f"{unit.pieces[0].file.path}: must have the {fates.size} records in which duplicates were looked "
-                f"for, got {counts.place}; let nothing write to the input, and start over with --rebuild"
+                f"for, got {counts.place}; let nothing write to the input, and start over with rebuild=True"
             )
         return writer.commit()
 

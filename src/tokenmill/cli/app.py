@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from tokenmill import errors
 from tokenmill.cli import console as ui
 from tokenmill.cli.batches import batches, what, when
 from tokenmill.cli.demo import demo
@@ -46,12 +47,13 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 def main() -> None:
     """Run the command line; an error of ours, or of a path, is one message and not a traceback."""
     ui.take_over()
+    errors.wording = _worded
     try:
         for argument in sys.argv[1:]:
             check_public(argument)
         code = app(standalone_mode=False)
     except TokenmillError as error:
-        _fail(str(error))
+        _fail(_worded(str(error)))
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(141)
@@ -68,7 +70,15 @@ def main() -> None:
         if not hasattr(error, "format_message"):
             raise
         _refuse_usage(error)
+    finally:
+        errors.wording = str
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _worded(message: str) -> str:
+    """Return a message with the flags of the running command, or else of `prepare`, for arguments of Python."""
+    commands = getattr(typer.main.get_command(app), "commands", {})
+    return ui.in_flags(message, *(commands[name] for name in (*sys.argv[1:2], "prepare") if name in commands))
 
 
 def _refuse_usage(error: Any) -> NoReturn:  # noqa: ANN401 - typer has no public name for it

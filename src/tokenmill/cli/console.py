@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ from rich.segment import Segment
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from tokenmill import errors as messages
 from tokenmill.errors import ConfigError, harmless, warn, without_secrets
 from tokenmill.tables import is_address
 from tokenmill.view.tables import Bar, Table, cell, is_numeric
@@ -31,6 +33,7 @@ from tokenmill.view.tables import megabytes as megabytes  # noqa: PLC0414 - comm
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
+    from typer.core import TyperCommand
 
     from tokenmill.config.run import Translation
     from tokenmill.encode.tokenizer import Tokenizer
@@ -75,6 +78,32 @@ def take_over() -> None:
     threading.excepthook = lambda lost: _show_traceback(
         lost.exc_type, lost.exc_value or lost.exc_type(), lost.exc_traceback
     )
+
+
+_ARGUMENT = re.compile(r"""\b([a-z][a-z_]*)=(?:\.\.\.|\["([^"]*)"\]|"([^"]*)"|'([^']*)'|(True|False|N|[0-9]+)\b)""")
+_FLAG_NAMES = {"add_bos": "bos", "add_eos": "eos", "engine": "tokenizer_engine"}
+"""Argument of Python -> parameter of `prepare`, where they have different names."""
+
+
+def in_flags(message: str, *commands: TyperCommand) -> str:
+    """Return a message whose arguments of Python are flags, where the first of some commands that has them has one.
+
+    A value that is left open (`text_field=...`) is left out.
+    """
+
+    def flag(match: re.Match[str]) -> str:
+        name, *values = match.groups()
+        value = next((value for value in values if value is not None), "")
+        for command in commands:
+            for option in command.params:
+                if option.name not in (name, _FLAG_NAMES.get(name)) or not option.opts[0].startswith("--"):
+                    continue
+                if value == "False":
+                    return option.secondary_opts[0] if option.secondary_opts else match.group()
+                return " ".join((option.opts[0], *([value] if value not in ("", "True") else ())))
+        return match.group()
+
+    return _ARGUMENT.sub(flag, message)
 
 
 MIN_NAME = 12
@@ -141,7 +170,7 @@ def show_notes(translation: Translation) -> None:
     if translation.dialect == "native":
         return
     for line in (f"taken as a {translation.dialect} config:", *(f"  - {note}" for note in translation.notes)):
-        print_note(line)
+        print_note(messages.wording(line))
 
 
 def check_file(option: str, file: Path | None) -> None:

@@ -43,7 +43,7 @@ def _refuse_other_types(schema: pa.Schema, text_field: str, path: str) -> None:
         if name not in known:
             raise DocumentError(
                 f"{path}: must have a column {text_field!r}, got {', '.join(map(repr, known)) or kind}; "
-                f"name it with --text-field (text_field in Python){f', {nearest(name, known)}' if known else ''}"
+                f"name it with text_field=...{f', {nearest(name, known)}' if known else ''}"
             )
         kind = kind.field(name).type
     inner = kind.value_type if pa.types.is_dictionary(kind) else kind

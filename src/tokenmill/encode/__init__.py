@@ -68,13 +68,13 @@ RULES: Mapping[str, str] = {
 """Reason for which a record is refused -> the rule that it breaks."""
 
 WAYS_OUT: Mapping[str, str] = {
-    "missing_field": "name the fields in a recipe, or take the preset that has them",
+    "missing_field": "name the fields in a recipe, or take the preset that has them with recipe=...",
     "not_text": "make the field a string, or add `template = true` if it holds messages",
     "not_messages": "make the field a list of objects with `role` and `content`, or `from` and `value`",
     "two_systems": "leave one of the two texts of the system",
     "unknown_role": "call the speaker `human`, `gpt`, `system` or `tool`, or say in `names.roles` who it is",
     "tools": "make `tools` a list of objects, or the JSON of one",
-    "no_template": "name a chat template with `--chat-template`: `chatml`, or the path of a .jinja file",
+    "no_template": "name a chat template with chat_template=...: `chatml`, or the path of a .jinja file",
     "not_number": "make rewards numbers",
     "empty_group": "give the record a response, or leave it out",
     "lengths_differ": "give every response a reward",
@@ -112,7 +112,7 @@ WAYS_OUT: Mapping[str, str] = {
     "foreign": "keep other messages out of `{% generation %}`",
     "uncovered": "put all that the assistant says into `{% generation %}`",
     "straddles": "end the header of a turn with a control string or a line end, not within a word",
-    "bos": "let the template write BOS once, before everything else, and leave `--bos` out",
+    "bos": "let the template write BOS once, before everything else, and leave add_bos=True out",
 }
 """Reason -> what to do about it."""
 
@@ -124,6 +124,7 @@ NOTES: Mapping[str, str] = {
     "flags_of_training": "messages say themselves whether they are trained on",
     "reasoning_dropped": "the template leaves out the reasoning of a message",
     "system_field": "the system text was taken from a field of its own",
+    "system_prompt_not_read": "nothing reads the field `system_prompt`; name it with `names.fields` of a recipe",
     "tool_calls_not_written": "the template writes no tool calls",
     "tools_not_written": "the template does not write the tools of the record",
 }

@@ -280,7 +280,7 @@ def pack_rows(
     if policy.name == "bos_best_fit" and not store.manifest.starts_with_bos:
         raise ConfigError(
             f"{store.path}: packing bos_best_fit needs documents that start with BOS, got a store without; "
-            "prepare it with --bos, or use packing = best_fit"
+            "prepare it with add_bos=True, or use packing = best_fit"
         )
     described: dict[str, int | str | bool] = {
         "store": store.fingerprint,

@@ -329,7 +329,7 @@ def why_no_texts(store: Store) -> str | None:
         return None
     named = store.manifest.recipe.get("tokenizer")
     gone = f"the tokenizer {named!r} is not there any more, or is another now" if named else "none is kept with it"
-    return f"{store.where}: no text can be shown, as {gone}; name its tokenizer with --tokenizer"
+    return f"{store.where}: no text can be shown, as {gone}; name its tokenizer with tokenizer=..."
 
 
 def has_chat_template(recipe: Mapping[str, Any]) -> bool:

@@ -655,7 +655,7 @@ class Run:
                 if column not in kept:
                     raise ConfigError(
                         f"columns: must be one of those that {store.path} keeps, got {column!r} and {kept}; "
-                        f"prepare it with --keep {column}"
+                        f'prepare it with keep=["{column}"]'
                     )
 
     def _check_padding(self, pad_to: str) -> None:

@@ -88,7 +88,8 @@ class StoreWriter:
         self.spec = spec
         if (self.path / MANIFEST).exists() and not rebuild:
             raise StoreExistsError(
-                f"{self.path}: must not hold a finished store, got one; choose another path or --rebuild it"
+                f"{self.path}: must not hold a finished store, got one; "
+                "choose another path, or replace it with rebuild=True"
             )
         make_folder(self.path)
         self._unlock = weakref.finalize(self, Lease(self.path).release)
@@ -417,7 +418,7 @@ def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> Sh
     except FileNotFoundError:
         if not target.exists():
             raise StoreCorruptError(
-                f"{source}: a finished shard must be there, got nothing; start over with --rebuild"
+                f"{source}: a finished shard must be there, got nothing; start over with rebuild=True"
             ) from None
     return named
 

@@ -285,6 +285,7 @@ def test_a_message_of_another_role_is_trained_on_where_it_says_so(chatml):
         ({"trainable": False}, "may mean either"),
         ({"is_supervised": 0}, "may mean either"),
         ({"lossScale": 0.5}, "may mean either"),
+        ({"ignore": True}, "may mean either"),
         ({"train_on": [0, 1]}, "may mean either"),
         ({"train_detail": []}, "may mean either"),
         ({"train": True, "weight": 0}, "contradict"),

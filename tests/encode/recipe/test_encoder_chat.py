@@ -67,7 +67,7 @@ def test_a_preset_that_needs_a_template_says_how_to_name_one(encoder, write):
             encoder("chat", tokenizer)
         assert str(caught.value) == (
             f"chat template 'tokenizer': the tokenizer must have one, got none {place}; "
-            "name one with --chat-template: chatml, or the path of a .jinja file"
+            "name one with chat_template=...: chatml, or the path of a .jinja file"
         )
     with pytest.raises(ConfigError, match=r"got no such file; did you mean 'chatml'\?"):
         encoder({"preset": "chat", "chat_template": "chatlm"})
@@ -79,7 +79,7 @@ def test_texts_do_without_a_template_and_messages_are_refused_without_one(encode
     assert shown(done, "chosen", "chosen_mask") == ["^q[a$]"]
     assert [(each.index, each.reason) for each in done.refused] == [(0, "no_template")]
     assert done.refused[0].detail == (
-        "none beside the tokenizer 'bytes'; name one with --chat-template: chatml, or the path of a .jinja file"
+        "none beside the tokenizer 'bytes'; name one with chat_template=...: chatml, or the path of a .jinja file"
     )
 
 
@@ -452,6 +452,15 @@ def test_the_system_text_beside_messages_is_their_first(chatml, shown, field):
     # Of conversations the recipe itself names the field beside them.
     assert both == once if field == "messages" else both.count(SAID) == 2
     assert done.notes.get("system_field", 0) == (1 if field == "messages" else 0)
+
+
+def test_a_system_prompt_that_nothing_reads_is_noted(chatml):
+    """[T1.d] A recipe may name it; then it is the system text."""
+    records = [{"system_prompt": text, "messages": [USER, YES]} for text in ("Be brief.", "", None)]
+    done = chatml("chat").encode(records)
+    assert (done.notes, done.noted) == ({"system_prompt_not_read": 1}, {"system_prompt_not_read": 0})
+    named = chatml("chat", names={"fields": {"system": "system_prompt"}}).encode(records)
+    assert named.notes == {"system_field": 1}
 
 
 def test_two_texts_of_the_system_and_one_that_is_none_are_refused(chatml):

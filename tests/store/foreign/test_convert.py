@@ -72,7 +72,7 @@ def test_a_failed_rebuild_leaves_the_old_store(write, tmp_path, monkeypatch):
 def test_a_finished_store_is_replaced_only_when_asked(write, tmp_path):
     made = write("npy")
     import_store(made.path, out=tmp_path / "ours")
-    with pytest.raises(StoreExistsError, match="--rebuild"):
+    with pytest.raises(StoreExistsError, match="rebuild=True"):
         import_store(made.path, out=tmp_path / "ours")
     import_store(made.path, out=tmp_path / "ours", rebuild=True)
 

@@ -168,7 +168,7 @@ def test_what_another_reader_finds_otherwise_is_no_export(make, tmp_path, needed
 def test_a_mask_is_refused_where_it_has_no_place_and_given_up_only_by_name(make, tmp_path, format):
     path = make("sft")
     with pytest.raises(
-        StoreError, match=r"got loss_mask, for which it has none; export it as nanoset or .*--drop-"
+        StoreError, match=r"got loss_mask, for which it has none; export it as nanoset or .*drop_masks=True"
     ):
         export_store(path, out=tmp_path / "out", format=format)
     assert sorted(os.listdir(tmp_path)) == ["sft"]

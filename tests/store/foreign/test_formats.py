@@ -18,7 +18,7 @@ from tokenmill.store import import_store, open_store
 
 def test_without_a_word_on_the_dtype_raw_files_are_refused(tmp_path):
     np.arange(8, dtype=np.uint16).tofile(tmp_path / "a.bin")
-    with pytest.raises(StoreError, match="dtype of files without a header must be said, got none; add dtype ="):
+    with pytest.raises(StoreError, match="dtype of files without a header must be said, got none; say dtype="):
         open_store(tmp_path)
 
 

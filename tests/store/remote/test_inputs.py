@@ -236,7 +236,7 @@ def test_a_long_copy_that_nobody_watches_says_how_far_it_is(place, tmp_path, mon
 def test_inputs_that_do_not_fit_the_disk_are_refused_before_any_is_copied(place, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(
-        DocumentError, match=r"must have room for [\d,]+ bytes of inputs .*got 1,000 free.*--staging"
+        DocumentError, match=r"must have room for [\d,]+ bytes of inputs .*got 1,000 free.*staging="
     ):
         copy_inputs(place, tmp_path / "here", is_known=is_known)
     assert not list((tmp_path / "here").rglob("*.jsonl"))

@@ -58,7 +58,7 @@ class Translator:
         if self.world_size is None and in_config is None:
             self.warn(
                 "the rows of a step are those of one rank, as the config does not say how many there are; "
-                "give --world-size N, or world_size=N"
+                "give world_size=N"
             )
         elif self.world_size is not None and in_config not in (None, self.world_size):
             self.warn(f"{keys}: not read, as {self.world_size} ranks were asked for, got {in_config} there")

@@ -749,7 +749,7 @@ def _now(where: str, options: Mapping[str, Any]) -> datetime:
     if given is None:
         raise ConfigError(
             f"chat template {where}: it writes today's date, and data must not depend on the clock, "
-            'got no date; give one among the options of the template: now = "2025-01-31"'
+            'got no date; write chat_template_kwargs = { now = "2025-01-31" } into the recipe'
         )
     try:
         return datetime.fromisoformat(str.__str__(given))

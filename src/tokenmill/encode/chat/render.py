@@ -282,7 +282,7 @@ def _texts(message: Message) -> list[Any]:
 # What is trained on.
 
 _FLAGS = ("train", "training", "weight", "loss", "loss_mask", "loss_weight")
-_LIKE_FLAGS = re.compile(r"train|loss|mask|weight|supervis", re.IGNORECASE)
+_LIKE_FLAGS = re.compile(r"train|loss|mask|weight|supervis|ignore", re.IGNORECASE)
 """Found in the names of fields that may be such flags of other projects."""
 
 

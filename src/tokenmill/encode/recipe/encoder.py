@@ -15,7 +15,7 @@ import numpy as np
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import Conversation, Message
 from tokenmill.encode.recipe import extract
-from tokenmill.encode.recipe.recipe import DTYPES, HISTORY, OPTIONS, SYSTEM, Recipe
+from tokenmill.encode.recipe.recipe import DTYPES, HISTORY, OPTIONS, SYSTEM, SYSTEM_PROMPT, Recipe
 from tokenmill.encode.tokenizer import (
     Tokenizer,
     TokenizerIdentity,
@@ -484,6 +484,8 @@ class RecordEncoder:
         reader: extract.VariantReader,
     ) -> list[Message]:
         """Put the turns of the field `history` before messages, and a system: of the record, else of the recipe."""
+        if reader.leaves_system_prompt and record.get(SYSTEM_PROMPT):
+            batch.notes.setdefault("system_prompt_not_read", set()).add(index)
         if reader.has_history(record):
             messages = extract.with_history(messages, record[HISTORY])
         if reader.reads_system:

@@ -11,7 +11,17 @@ import numpy as np
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import Message
-from tokenmill.encode.recipe.recipe import HISTORY, OPTIONS, SYSTEM, Names, Recipe, Section, Source, Variant
+from tokenmill.encode.recipe.recipe import (
+    HISTORY,
+    OPTIONS,
+    SYSTEM,
+    SYSTEM_PROMPT,
+    Names,
+    Recipe,
+    Section,
+    Source,
+    Variant,
+)
 from tokenmill.errors import nearest
 from tokenmill.tables import field_of
 
@@ -332,6 +342,8 @@ class VariantReader:
     sources: Mapping[str, SourceReader]
     reads_system: bool
     """Whether the field `system` is put before messages, as no section of the variant has it."""
+    leaves_system_prompt: bool
+    """Whether nothing reads the field `system_prompt` beside messages."""
     asked: str | None
     """Field with the text of a user, before which the field `history` stands; None: there is none."""
     needs_text: bool
@@ -351,6 +363,7 @@ class VariantReader:
             fields=tuple(once.values()),
             sources={name: SourceReader.of(recipe, source) for name, source in variant.sources.items()},
             reads_system=variant.template and SYSTEM not in once,
+            leaves_system_prompt=variant.template and SYSTEM_PROMPT not in {*once, *recipe.names.fields.values()},
             asked=asked[0] if asked and HISTORY not in once else None,
             needs_text=recipe.kind != "seq" and not variant.template and not adds_text,
         )

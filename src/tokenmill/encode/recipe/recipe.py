@@ -51,6 +51,8 @@ T = TypeVar("T")
 SYSTEM, HISTORY, OPTIONS = "system", "history", "chat_template_kwargs"
 """Fields that are read whether or not a recipe names them: beside messages the text of the system, and arguments of
 the chat template for one record, as TRL has it; beside the text of a user the turns before it, as LLaMA-Factory."""
+SYSTEM_PROMPT = "system_prompt"
+"""A name of other projects for `SYSTEM`. It is noted where nothing reads it."""
 DTYPES: Mapping[str, str] = {"uint8": "|u1", "uint16": "<u2", "uint32": "<u4", "float32": "<f4"}
 """Names of dtypes, and how a store writes them."""
 SOURCE_MASKS: Mapping[str, str | None] = {

@@ -154,7 +154,7 @@ def _chosen_keys(store: Store, format: str, *, drop_masks: bool) -> tuple[list[s
         fitting = [name for name, other in EXPORTS.items() if set(lost) <= set(other.kinds.get(kind, ()))]
         raise StoreError(
             f"{store.path}: {format} must have a place for all arrays, got {', '.join(lost)}, for which it has "
-            f"none; export it as {' or '.join(fitting) or 'another format'}, or give them up with --drop-masks"
+            f"none; export it as {' or '.join(fitting) or 'another format'}, or give them up with drop_masks=True"
         )
     return keys, [f"{key} was given up: there, every token is trained on" for key in lost]
 

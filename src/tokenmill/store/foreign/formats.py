@@ -76,8 +76,8 @@ def _proven_dtype(files: Sequence[Path], vocab_size: int | None) -> np.dtype[Any
     where = files[0] if len(files) == 1 else files[0].parent
     if vocab_size is None:
         raise StoreError(
-            f"{where}: the dtype of files without a header must be said, got none; add dtype = uint16 or uint32 "
-            "(--dtype on the command line), or vocab_size, which may prove it"
+            f'{where}: the dtype of files without a header must be said, got none; say dtype="uint16" or '
+            'dtype="uint32", or vocab_size=..., which may prove it'
         )
     bounds = {"uint8": 1 << 8, "uint16": 1 << 16, "uint32": 1 << 32}
     least = next(bound for bound in bounds.values() if vocab_size <= bound)

@@ -97,7 +97,7 @@ def _copied(
         if total - done > free:
             raise DocumentError(
                 f"{copies}: must have room for {total - done:,} bytes of inputs that are copied there, got "
-                f"{free:,} free; prepare fewer of them at a time, or name a larger disk (--staging)"
+                f"{free:,} free; prepare fewer of them at a time, or name a larger disk with staging=..."
             )
         progress(done, total)
         with (
