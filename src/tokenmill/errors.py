@@ -24,6 +24,7 @@ import errno
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from operator import index
 from unicodedata import category
