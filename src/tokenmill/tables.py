@@ -41,7 +41,9 @@ Number: TypeAlias = int | float
 """A number as it was written: 1 stays 1, where `float` would make it 1.0."""
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_NUMBER, description="a whole number from 0 to 2^40")]
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUMBER, description="a whole number from 1 to 2^40")]
-Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1, description="a whole number from 0 to 2^63")]
+Seed: TypeAlias = Annotated[
+    int, msgspec.Meta(ge=0, le=(1 << 63) - 1, description="a whole number from 0 to 2^63 - 1")
+]
 """Whole numbers with limits, which are checked where a table is read, and only there."""
 Refuse: TypeAlias = Callable[[str], TokenmillError]
 """Message -> error: the class of an error, or what makes one."""

@@ -291,6 +291,19 @@ def test_what_it_does_not_support_is_refused_when_opened(specs, name, why):
         open_tokenizer(specs[name], engine="fastokens")
 
 
+def test_that_the_slower_engine_is_taken_is_told(write, capsys):
+    spec = write(lambda value: value.update(normalizer={"type": "NFKC"}))
+    assert open_tokenizer(spec).engine.startswith("tokenizers ")
+    told = capsys.readouterr().err
+    assert (
+        f"warning: tokenizer {spec!r}: the slower engine 'tokenizers' is used, because the fast one fails" in told
+    )
+    assert "NFKC" in told
+    assert open_tokenizer(spec, engine="tokenizers").engine.startswith("tokenizers ")
+    assert open_tokenizer(write()).engine.startswith("fastokens ")
+    assert capsys.readouterr().err == ""
+
+
 FORK = """
 import os, sys
 from tokenmill.encode.engines import open_tokenizer

@@ -43,8 +43,8 @@ BATCH_BYTES = 1 << 20
 """Texts and ids of a batch stay in the caches of a core: a tenth faster than 4 MiB (benchmarks/prepare.py)."""
 BATCH_DOCUMENTS = 4096
 MAX_RECORD_BYTES = 64 << 20
+"""Keeps a worker below 1 GB, even if a tokenizer makes a token of every byte of a record."""
 MAX_EXPANSION = 256
-"""So that a worker stays below 1 GB with what a tokenizer takes for a text of this size, even a token a byte."""
 TEXT_UNITS = ("file", "line")
 
 Raw = TypeVar("Raw")

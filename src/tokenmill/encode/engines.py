@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -35,7 +35,7 @@ from tokenmill.encode.tokenizer import (
     refuse_surrogates,
     split,
 )
-from tokenmill.errors import TokenizerError, nearest
+from tokenmill.errors import TokenizerError, nearest, warn
 from tokenmill.tables import check_types, path_of
 from tokenmill.types import AnyArray, BoolArray, Encoded
 
@@ -509,10 +509,17 @@ def open_tokenizer(
     if engine != "auto":
         return _open(spec, framing, engine)
     *fast_engines, reference = engines
+    reasons: list[str] = []
     for fast in fast_engines:
-        with suppress(TokenizerError):
+        try:
             return _open(spec, framing, fast)
-    return _open(spec, framing, reference)
+        except TokenizerError as error:
+            reasons.append(str(error))
+    tokenizer = _open(spec, framing, reference)
+    if reasons:
+        why = reasons[0].partition(";")[0]
+        warn(f"tokenizer {spec!r}: the slower engine {reference!r} is used, because the fast one fails: {why}")
+    return tokenizer
 
 
 def read_identity(spec: str) -> TokenizerIdentity:

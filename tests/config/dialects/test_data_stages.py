@@ -96,7 +96,7 @@ def without(name):
         ),
         (
             FIRST | {"dataset_random_seed": -1},
-            f"{PLACE}.dataset_random_seed: must be a whole number from 0 to 2^63, got -1; change it",
+            f"{PLACE}.dataset_random_seed: must be a whole number from 0 to 2^63 - 1, got -1; change it",
         ),
         (
             FIRST | {"start_step": -1},
