@@ -74,7 +74,7 @@ WAYS_OUT: Mapping[str, str] = {
     "two_systems": "leave one of the two texts of the system",
     "unknown_role": "call the speaker `human`, `gpt`, `system` or `tool`, or say in `names.roles` who it is",
     "tools": "make `tools` a list of objects, or the JSON of one",
-    "no_template": "name a chat template with chat_template=...: `chatml`, or the path of a .jinja file",
+    "no_template": "set chat_template=...: `chatml`, or the path of a .jinja file",
     "not_number": "make rewards numbers",
     "empty_group": "give the record a response, or leave it out",
     "lengths_differ": "give every response a reward",

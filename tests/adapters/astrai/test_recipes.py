@@ -272,7 +272,7 @@ def test_raw_messages_are_chats_of_either_type(tmp_path, folder, kind):
 def test_errors_advise_keys_of_the_recipe_and_arguments_of_run(tmp_path, folder):
     path, _ = folder("nothing", "none")
     (path / "tokenizer_config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"got none in .*; set chat_template in the recipe: chatml, or the path"):
+    with pytest.raises(ConfigError, match=r"got none in .*; set chat_template=...: chatml, or the path"):
         build(tmp_path, CHAT, [{"messages": CONVERSATIONS[0]}], path)
     calls = [("dpo", {"chosen": CONVERSATIONS[0], "rejected": CONVERSATIONS[0]}), ("text", {"body": "x"})]
     for config, record in calls:
@@ -280,4 +280,4 @@ def test_errors_advise_keys_of_the_recipe_and_arguments_of_run(tmp_path, folder)
             build(tmp_path, config, [record], path, config)
         assert "--" not in str(error.value)
         assert str(error.value).count("chat_template") <= 1
-        assert str(error.value).endswith('or skip bad ones with run(on_error="skip")')
+        assert str(error.value).endswith('or skip bad ones with on_error="skip"')

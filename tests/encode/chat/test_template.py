@@ -71,7 +71,7 @@ def test_what_is_not_there_is_named_with_the_way_out(folder, tmp_path):
             load_template("tokenizer", tokenizer=tokenizer)
         assert str(caught.value) == (
             f"chat template 'tokenizer': the tokenizer must have one, got none {place}; "
-            "name one with chat_template=...: chatml, or the path of a .jinja file"
+            "set chat_template=...: chatml, or the path of a .jinja file"
         )
     write(folder, "tokenizer_config.json", {"chat_template": [{"name": "rag", "template": "x"}]})
     with pytest.raises(ConfigError, match=r"a template named 'default', got \['rag'\]; write tokenizer:<name>"):

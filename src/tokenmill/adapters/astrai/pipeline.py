@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, is_dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ from tokenmill.adapters.astrai.store import refuse_unknown
 from tokenmill.build import PrepareOptions, PrepareReport, prepare
 from tokenmill.build.cached import cached_store
 from tokenmill.encode.tokenizer import Framing
-from tokenmill.errors import ConfigError, TokenmillError
+from tokenmill.errors import ConfigError
 from tokenmill.tables import is_address, read_json
 from tokenmill.types import TOKEN_KEYS
 
@@ -80,10 +80,7 @@ class Pipeline:
         refuse_unknown(self.run, unknown)
         remote = is_address(self.output_dir)
         storage = self.recipe.output.storage_format
-        with (
-            _python_words(),
-            nullcontext() if remote else withheld(Path(self.output_dir).expanduser(), storage),
-        ):
+        with nullcontext() if remote else withheld(Path(self.output_dir).expanduser(), storage):
             report = prepare(
                 self.paths,
                 out=self.output_dir,
@@ -123,35 +120,6 @@ DIFFERENCES: Mapping[str, str] = {
     "response_is_message": "the prompt ends with the generation prompt, and a response with its end of turn",
 }
 """Note of a report -> how its records differ on purpose from those of AstrAI's pipeline."""
-_WORDS = (
-    ("; name a chat template with `--chat-template`: `chatml`, or the path of a .jinja file", ""),
-    ("name one with --chat-template: chatml", "set chat_template in the recipe: chatml"),
-    (
-        "name the field of the text with --text-field, or what the records are with --recipe (chat, dpo, ...)",
-        "name its field in the sections of the recipe, or pass a preset: chat, dpo, ...",
-    ),
-    (
-        "raise --max-seq-len, or say --on-long drop or cut",
-        'raise preprocessing.max_seq_len, or set preprocessing.on_long to "drop" or "cut"',
-    ),
-    ("skip bad ones with --on-error skip", 'skip bad ones with run(on_error="skip")'),
-    ("--rebuild", "run(rebuild=True)"),
-)
-"""Advice for the command line -> the same for Python."""
-
-
-@contextmanager
-def _python_words() -> Iterator[None]:
-    """Let errors advise keys of the recipe and arguments of `run`, each once."""
-    try:
-        yield
-    except TokenmillError as error:
-        text = str(error)
-        for flags, words in _WORDS:
-            text = text.replace(flags, words)
-        if text == str(error):
-            raise
-        raise type(error)(text) from None
 
 
 # Records as a dataset.

@@ -262,13 +262,13 @@ def _open_chat(
 
 def _no_template(tokenizer_spec: str, error: ConfigError) -> str:
     """Return why there is no chat template."""
-    from tokenmill.encode.chat.template import NAME_ONE, has_template
+    from tokenmill.encode.chat.template import has_template
 
     try:
         has_one = has_template(tokenizer_spec)
     except ConfigError:
         has_one = True  # and cannot be read, which is what the error says
-    return str(error) if has_one else f"none beside the tokenizer {tokenizer_spec!r}; {NAME_ONE}"
+    return str(error) if has_one else f"none beside the tokenizer {tokenizer_spec!r}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
