@@ -49,10 +49,19 @@ PAD_TO = ("row", "batch")
 """How far rows can be padded."""
 PACKINGS = ("concat", "best_fit", "bos_best_fit", "padded")
 """How documents can become rows."""
-SPLITS = ("allow", "forbid", "truncate_start", "truncate_end")
+WHOLE_PACKINGS = ("padded", "best_fit")
+"""Packings that keep a document whole where it fits a row; `on_long` decides about longer ones."""
+ON_LONG = ("split", "truncate_end", "truncate_start", "drop", "stop")
 """What can become of a document longer than a row."""
-ON_LONG = ("cut", "drop", "stop")
-"""What can be done about a document that is longer than it may be."""
+OLD_ON_LONG = {
+    "allow": ("split", "stop"),
+    "cut": ("split", "truncate_end"),
+    "allow cut": ("split", "truncate_end"),
+}
+"""Old words of `on_long` -> the new word under best_fit, and where a row holds one record. `cut` of a stage takes
+over which end [run] truncates, `allow cut` does not."""
+SHUFFLES = ("full", "window", "none")
+"""Orders in which rows can be read."""
 CROPS = ("return", "discard")
 """What can become of the rest of a cropped document."""
 ON_CHANGE = ("unseen", "restart")

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenmill.config.schedule import WHOLE_PACKINGS, Tokens, check_on_long, read_numbers, read_range, read_tokens
+from tokenmill.config.schedule import Tokens, check_on_long, read_numbers, read_range, read_tokens
+from tokenmill.config.spelling import takes_old_keys
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import Number, check_choice, check_name, check_positive, settle_numbers
-from tokenmill.types import SPLITS, Int64Array
+from tokenmill.types import WHOLE_PACKINGS, Int64Array
 
 MAX_DOCUMENTS = 1 << 28
 """Of a range: their numbers take 2 GiB of memory."""
@@ -79,6 +80,7 @@ class EvalSource:
         return numbers
 
 
+@takes_old_keys
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
     """A table of [[evals]]: documents that the model is evaluated on, always the same, each once, in order."""
@@ -95,9 +97,8 @@ class EvalConfig:
     """That of [run], if not given."""
     packing: str = "best_fit"
     """How documents become rows: `best_fit`, or `padded`, a document a row."""
-    split: str = "allow"
-    """What happens to a document longer than a row, as in [run]; this and the next."""
     on_long: str | None = None
+    """Fate of a document longer than a row, with the values and defaults of [run]."""
     rows: int | None = None
     """How many rows are taken, from the first on; all, if not given."""
     every: int | None = None
@@ -110,8 +111,7 @@ class EvalConfig:
         where = f"eval {self.name!r}"
         check_name("evals.name", self.name)
         check_choice(where, "packing", self.packing, WHOLE_PACKINGS)
-        check_choice(where, "split", self.split, SPLITS)
-        check_on_long(where, self.on_long, self.split, self.packing)
+        check_on_long(where, self.on_long, self.packing)
         for key in ("seq_len", "rows", "every"):
             if getattr(self, key) is not None:
                 check_positive(where, key, getattr(self, key))

@@ -23,7 +23,6 @@ import tomli_w
 from tokenmill.config.evals import EvalConfig
 from tokenmill.config.schedule import (
     MAIN_STAGE,
-    WHOLE_PACKINGS,
     BatchSize,
     QuarantineConfig,
     ResolvedStage,
@@ -42,6 +41,7 @@ from tokenmill.config.schedule import (
     read_tokens,
     wind_clock,
 )
+from tokenmill.config.spelling import read_old, takes_old_keys
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import (
     MAX_CONFIG_BYTES,
@@ -63,7 +63,9 @@ from tokenmill.types import (
     ON_EXHAUSTED,
     PAD_TO,
     POSITIONS,
+    SHUFFLES,
     WHOLE_BATCH_ARRAYS,
+    WHOLE_PACKINGS,
     Int64Array,
     RemoteOptions,
 )
@@ -79,6 +81,7 @@ IN_TOKENS = {"stages": ("start_tokens", "ramp_tokens"), "skip": ("tokens",), "qu
 """Keys that say in tokens what others of their table say in steps, as `tokens` of [run] does."""
 
 
+@takes_old_keys
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """The table [run]."""
@@ -97,21 +100,19 @@ class RunConfig:
     seed: int = 0
     packing: str = "best_fit"
     """How documents become rows: `best_fit`, `bos_best_fit`, `padded` or `concat`."""
-    split: str = "allow"
-    """What happens to a document longer than a row (best_fit, padded): it is cut into rows (`allow`), refused
-    (`forbid`), or loses its beginning (`truncate_start`) or its end (`truncate_end`)."""
     on_long: str | None = None
-    """What is done about a document longer than a row (best_fit, padded): `cut` it as `split` says, `drop` it,
-    counted as too_long, or `stop`, before the first step. None: as `split` says."""
+    """Fate of a document longer than a row (best_fit, padded): `split` it over rows, cut its end
+    (`truncate_end`) or its beginning (`truncate_start`), `drop` it, counted as too_long, or `stop` before the first
+    step. None: `split` under best_fit, `stop` under padded and for pairs and groups."""
     crop: str = "return"
     """What bos_best_fit does with the rest of a cropped document: `return` it to the pool, or `discard` it."""
     cross_document_labels: bool = False
     """Whether the last token of a document is trained to predict the first token of the next."""
     shuffle: str = "full"
     block_rows: int = 1024
-    """Neighbouring rows that stay together under shuffle = "block", and "window" where nothing is packed."""
+    """Neighbouring rows that stay together under shuffle = "window" where nothing is packed."""
     window_blocks: int = 64
-    """Blocks, or packing windows, that are shuffled together under shuffle = "block" and "window"."""
+    """Packing windows, or blocks of `block_rows`, that are shuffled together under shuffle = "window"."""
     weights: Mapping[str, Number] | Sizes | None = None
     """Share of each source, for stages that do not say; need not sum to 1. In place of numbers: what of each source
     is counted, `tokens`, `rows` or `documents`, so that sources are drawn in proportion to their size."""
@@ -156,8 +157,9 @@ class RunConfig:
             self._check_epochs(self.epochs)
         check_sizes("run", self.global_batch_size, self.seq_len)
         check_seed("run", self.seed)
-        check_packing("run", self.packing, self.split, self.crop)
-        check_on_long("run", self.on_long, self.split, self.packing)
+        check_packing("run", self.packing, self.crop)
+        check_on_long("run", self.on_long, self.packing)
+        check_choice("run", "shuffle", self.shuffle, SHUFFLES)
         check_weighing("run", self.temperature, self.weigh_by)
         check_choice("run", "positions", self.positions, POSITIONS)
         check_choice("run", "pad_to", self.pad_to, PAD_TO)
@@ -465,8 +467,9 @@ class Config:
             name: getattr(run if getattr(stage, name) is None else stage, name)
             for name in ("seed", "seq_len", "packing", "shuffle", "temperature", "weigh_by")
         }
-        packing = inherited["packing"]
-        packs_whole = packing in WHOLE_PACKINGS
+        packing, on_long = inherited["packing"], stage.on_long
+        if on_long is None or (on_long == "cut" and run.on_long in ("truncate_start", "truncate_end")):
+            on_long = run.on_long if packing in WHOLE_PACKINGS else None
         resolved = ResolvedStage(
             name=stage.name,
             start_step=stage.start_step,
@@ -474,8 +477,7 @@ class Config:
             batches=self.clock.batches(stage.start_step, end_step),
             weights=weights,
             sizes=sizes,
-            split=stage.split or (run.split if packs_whole else "allow"),
-            on_long=stage.on_long or (run.on_long if packs_whole and stage.split is None else None),
+            on_long=on_long,
             crop=stage.crop or (run.crop if packing == "bos_best_fit" else "return"),
             on_change=stage.on_change,
             lr_scale=stage.lr_scale,
@@ -553,7 +555,7 @@ class Translation:
 
 def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:
     """Make a config of nested tables, as a TOML reader gives them; every key must be known."""
-    tables = plain_numbers(tables)
+    tables = read_old(plain_numbers(tables), where)
     own = next((key for key in tables if key in RunConfig.__dataclass_fields__ and key not in TABLES), None)
     if own is not None:
         raise ConfigError(f"{where}: {own} must stand under [run], got it outside of a table; write [run] above it")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
+from tokenmill.config.spelling import takes_old_keys
 from tokenmill.errors import ConfigError
 from tokenmill.tables import (
     MAX_LIST_BYTES,
@@ -32,7 +33,19 @@ from tokenmill.tables import (
     read_text,
     settle_numbers,
 )
-from tokenmill.types import CROPS, NO_DOCUMENTS, ON_CHANGE, ON_LONG, PACKINGS, RAMPS, SPLITS, WEIGHINGS, Int64Array
+from tokenmill.types import (
+    CROPS,
+    NO_DOCUMENTS,
+    OLD_ON_LONG,
+    ON_CHANGE,
+    ON_LONG,
+    PACKINGS,
+    RAMPS,
+    SHUFFLES,
+    WEIGHINGS,
+    WHOLE_PACKINGS,
+    Int64Array,
+)
 
 if TYPE_CHECKING:
     from tokenmill.config.run import Config, RunConfig
@@ -52,8 +65,6 @@ MAX_RAMP_STEPS = 1 << 24
 """Compiling a ramp takes a third of a microsecond a step, and a source."""
 MAIN_STAGE: Mapping[str, Any] = {"name": "main", "start_step": 0}
 """The table of the one stage that a run has where it writes none."""
-WHOLE_PACKINGS = ("padded", "best_fit")
-"""Those that keep a document whole where it fits a row; `split` and `on_long` decide about longer ones."""
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MOST_SIZES = 4096
 """Sizes that a batch ramp may have: each is a part of the plan."""
@@ -134,6 +145,7 @@ def read_batch(where: str, value: BatchSize) -> int | BatchRamp:
 # Stages, as they are written and with everything filled in
 
 
+@takes_old_keys
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageConfig:
     """A table of [[stages]]: a run of steps as it is written. What it leaves out (None), it takes from [run]."""
@@ -148,7 +160,6 @@ class StageConfig:
     global_batch_size: BatchSize | None = None
     seq_len: int | None = None
     packing: str | None = None
-    split: str | None = None
     on_long: str | None = None
     crop: str | None = None
     shuffle: str | None = None
@@ -187,7 +198,9 @@ class StageConfig:
         for key in ("ramp_steps", "ramp_tokens", "ramp_from") if self.ramp is None else ():
             if getattr(self, key) is not None:
                 raise ConfigError(f'{where}: {key} is for a ramp, got no ramp; add ramp = "linear" or "cosine"')
-        check_on_long(where, self.on_long, self.split or "allow", self.packing or "best_fit")
+        check_on_long(where, self.on_long, self.packing)
+        if self.shuffle is not None:
+            check_choice(where, "shuffle", self.shuffle, SHUFFLES)
         check_weighing(where, self.temperature, self.weigh_by)
         check_sizes(where, self.global_batch_size, self.seq_len)
         if self.seed is not None:
@@ -211,7 +224,6 @@ class ResolvedStage:
     """First step of each batch size, and the size; the first is that of the stage."""
     seq_len: int
     packing: str
-    split: str
     on_long: str | None
     crop: str
     shuffle: str
@@ -227,8 +239,8 @@ class ResolvedStage:
 
     def __post_init__(self) -> None:
         where = f"stage {self.name!r}"
-        check_packing(where, self.packing, self.split, self.crop)
-        check_on_long(where, self.on_long, self.split, self.packing)
+        check_packing(where, self.packing, self.crop)
+        check_on_long(where, self.on_long, self.packing)
         if self.ramp_steps > MAX_RAMP_STEPS:
             raise ConfigError(
                 f"{where}: ramp_steps must be at most {MAX_RAMP_STEPS}, got {self.ramp_steps}; "
@@ -274,15 +286,10 @@ def check_sizes(where: str, global_batch_size: BatchSize | None, seq_len: int | 
         raise ConfigError(f"{where}: seq_len must be at most {MAX_SEQ_LEN}, got {seq_len}; shorten it")
 
 
-def check_packing(where: str, packing: str, split: str, crop: str) -> None:
+def check_packing(where: str, packing: str, crop: str) -> None:
     """Refuse choices of packing that do not go together."""
     check_choice(where, "packing", packing, PACKINGS)
-    check_choice(where, "split", split, SPLITS)
     check_choice(where, "crop", crop, CROPS)
-    if split != "allow" and packing not in WHOLE_PACKINGS:
-        raise ConfigError(
-            f"{where}: split is for packing best_fit and padded, got {split!r} with {packing!r}; leave it out"
-        )
     if crop != "return" and packing != "bos_best_fit":
         raise ConfigError(f"{where}: crop is for packing bos_best_fit, got {crop!r} with {packing!r}; leave it out")
 
@@ -304,31 +311,40 @@ def check_weighing(where: str, temperature: float | None, weigh_by: str | None) 
         check_choice(where, "weigh_by", weigh_by, WEIGHINGS)
 
 
-def check_on_long(where: str, on_long: str | None, split: str, packing: str) -> None:
-    """Refuse `on_long` beside a `split` that contradicts it, or under a packing that cuts documents anywhere."""
-    if on_long is None:
+def check_on_long(where: str, on_long: str | None, packing: str | None) -> None:
+    """Reject an `on_long` that a packing cannot do; None is a packing that is not known yet."""
+    if on_long is None or on_long == "allow":
         return
-    check_choice(where, "on_long", on_long, ON_LONG)
-    if packing not in WHOLE_PACKINGS:
+    if on_long not in OLD_ON_LONG:
+        check_choice(where, "on_long", on_long, ON_LONG)
+    if packing is not None and packing not in WHOLE_PACKINGS:
         raise ConfigError(
             f"{where}: on_long is for packing best_fit and padded, which keep documents whole, got {on_long!r} "
             f"with {packing!r}; leave it out"
         )
-    if split == "forbid" or (on_long != "cut" and split != "allow"):
+    if packing == "padded":
+        check_alone(where, on_long, "packing = 'padded'")
+
+
+def check_alone(where: str, on_long: str | None, rows: str) -> None:
+    """Reject `on_long = "split"` where a row holds one record, which cannot continue in another."""
+    if on_long == "split":
         raise ConfigError(
-            f"{where}: split says how a document is cut, got {split!r} with on_long = {on_long!r}; leave out split"
+            f"{where}: on_long = 'split' cannot be combined with {rows}, where a row is one record; write "
+            "truncate_end, truncate_start, drop or stop"
         )
 
 
-def long_documents(on_long: str | None, split: str, packing: str) -> str:
-    """Return what becomes of documents longer than a row under a packing, in the words of `Policy.split`."""
-    if on_long == "drop":
-        return "drop"
-    if on_long == "stop":
-        return "forbid"
-    if on_long == "cut" and (packing, split) == ("padded", "allow"):
-        return "truncate_end"  # alone in its row, a document cannot go on in another
-    return split
+def long_documents(on_long: str | None, packing: str) -> str:
+    """Return what becomes of documents longer than a row under a packing, in the words of `Policy.split`.
+
+    The default is to split them, and under padded, as of pairs and groups, to stop.
+    """
+    if on_long in (None, "allow") or packing not in WHOLE_PACKINGS:
+        return "allow"
+    if on_long in OLD_ON_LONG:
+        on_long = OLD_ON_LONG[on_long][packing == "padded"]
+    return {"split": "allow", "stop": "forbid"}.get(on_long, on_long)
 
 
 # The clock of a run

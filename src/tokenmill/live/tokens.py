@@ -372,9 +372,9 @@ def _too_long(
         where = record_name(tokenized.window.unit.pieces[piece], line)
         if options.policy.split_mode == FORBID and options.on_error == "stop":
             raise DocumentError(
-                f"{where}: with packing = {options.packing!r} and split = {options.split!r} a document must have "
-                f"at most {options.seq_len + 1} tokens, got {lengths[index]}; raise seq_len, or say on_long "
-                "= drop or cut, or on_error = skip"
+                f"{where}: with packing = {options.packing!r} and on_long = 'stop' a document must have at most "
+                f"{options.seq_len + 1} tokens, got {lengths[index]}; raise seq_len, or set on_long = "
+                '"drop" or "truncate_end", or on_error = "skip"'
             )
         skipped.append(Skipped(reason=TOO_LONG, place=where))
     return long

@@ -434,9 +434,9 @@ def pack_one(
     if counts[TOO_LONG]:
         document = window * MAX_DOCUMENTS + int(counts[TOO_LONG]) - 1
         raise ConfigError(
-            f"{where}: with split = {policy.split!r} and packing = {policy.name!r} a document must have at most "
+            f"{where}: with packing = {policy.name!r} and on_long = 'stop' a document must have at most "
             f"{seq_len + 1} tokens, got {int(lengths[counts[TOO_LONG] - 1])} in document {document}; "
-            'raise seq_len, or say on_long = "drop" or "cut"'
+            'raise seq_len, or set on_long = "drop" or "truncate_end"'
         )
     # Sections are padded to 4 bytes, so that the numbers of the next one are aligned.
     data = b"".join(

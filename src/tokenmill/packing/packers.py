@@ -16,7 +16,7 @@ import numpy as np
 
 from tokenmill.compiled import inlined, inner, int64, kernel, leading_zeros, trailing_zeros
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.types import CROPS, PACKINGS, SPLITS, Int32Array, Int64Array, Uint16Array, Uint32Array, Uint64Array
+from tokenmill.types import CROPS, PACKINGS, Int32Array, Int64Array, Uint16Array, Uint32Array, Uint64Array
 
 MAX_DOCUMENTS = 1 << 14
 ID_MASK = MAX_DOCUMENTS - 1
@@ -58,7 +58,14 @@ class Output(NamedTuple):
     """(piece, first token, number of tokens) of each piece that is not a whole document."""
 
 
-SPLIT_MODES = dict(zip((*SPLITS, "drop"), (SPLIT, FORBID, TRUNCATE_START, TRUNCATE_END, DROP), strict=True))
+SPLIT_MODES = {
+    "allow": SPLIT,
+    "forbid": FORBID,
+    "truncate_start": TRUNCATE_START,
+    "truncate_end": TRUNCATE_END,
+    "drop": DROP,
+}
+"""Words of plans and states; a config says `split` for `allow` and `stop` for `forbid`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

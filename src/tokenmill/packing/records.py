@@ -343,7 +343,8 @@ class RecordRows(StoredRows):
             key, records, lengths = longer
             raise ConfigError(
                 f"{self.store.path}: {key} must have at most seq_len = {self.seq_len} tokens, got "
-                f'{int(lengths[0])} in record {int(records[0])}; raise seq_len, or say on_long = "drop" or "cut"'
+                f"{int(lengths[0])} in record {int(records[0])}; raise seq_len, or set on_long = "
+                '"drop" or "truncate_end"'
             )
 
 

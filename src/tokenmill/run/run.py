@@ -22,11 +22,12 @@ from tokenmill.config.run import (
     parse_config,
     read_tables,
 )
-from tokenmill.config.schedule import WHOLE_PACKINGS, limits, long_documents, read_tokens, schedule
+from tokenmill.config.schedule import check_alone, limits, long_documents, read_tokens, schedule
+from tokenmill.config.spelling import respell
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
 from tokenmill.tables import is_address, names_of, path_of, read_table
-from tokenmill.types import MASK_KEYS, NO_DOCUMENTS, RECORD_TYPES, STORED_ARRAYS, Int64Array
+from tokenmill.types import MASK_KEYS, NO_DOCUMENTS, RECORD_TYPES, STORED_ARRAYS, WHOLE_PACKINGS, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.config.evals import EvalSource
@@ -144,7 +145,7 @@ class Run:
         Relative paths count from `folder`, where plans are recorded under `name`; errors begin with `where`.
         """
         folder = Path(folder).resolve()
-        translation = Translation(tables=dict(tables))
+        translation = None
         if not tables or not tables.keys() <= set(TABLES):
             from tokenmill.config.dialects import translate
             from tokenmill.store.layout import is_ours
@@ -153,7 +154,8 @@ class Run:
                 tables, where=where, world_size=world_size, is_store=lambda place: is_ours(folder / place)
             )
             translation.log(where)
-        config = parse_config(translation.tables, where=where)
+        config = parse_config(translation.tables if translation else tables, where=where)
+        translation = translation or Translation(tables=respell(tables)[0])
         return cls(config=config, folder=folder, name=name, translation=translation)
 
     @classmethod
@@ -348,7 +350,7 @@ class Run:
         options = LiveOptions(
             seq_len=run.seq_len,
             packing=run.packing,
-            split=run.split,
+            split=long_documents(run.on_long, run.packing),
             crop=run.crop,
             seed=key64(run.seed, "live", source.name) >> 1,  # or sources of one size would be walked in step
             shuffle=run.shuffle != "none",
@@ -691,7 +693,7 @@ class Run:
         _ = self.stores  # checks that all sources go together
         packing = self._packing(stage)
         multiple = self.config.run.segment_multiple
-        split = long_documents(stage.on_long, stage.split, packing)
+        split = long_documents(stage.on_long, packing)
         policy = Policy(name=packing, split=split, crop=stage.crop, multiple=multiple)
         if name in self.live:
             return self.live[name].in_format(stage.seq_len, policy)
@@ -718,6 +720,7 @@ class Run:
                 f"stage {stage.name!r}: packing is for stores of sequences, got {stage.packing!r} with stores of "
                 f"{kinds.pop()}; leave it out, a record is a row"
             )
+        check_alone(f"stage {stage.name!r}", stage.on_long, f"stores of {next(iter(kinds))}")
         return "padded"
 
     def _arrays(self, plan: Plan) -> tuple[str, ...]:

@@ -102,17 +102,17 @@ def _runs() -> Iterator[dict[str, Any]]:
     stores = [{"name": name, "store": name} for name in ("web", "answers")]
     live = {"name": "talk", "documents": ["web.jsonl"], "tokenizer": "bytes", "live": True}
     for packing in PACKINGS:
-        run = {**RUN, "packing": packing, **({"split": "truncate_end"} if packing == "padded" else {})}
+        run = {**RUN, "packing": packing, **({"on_long": "truncate_end"} if packing == "padded" else {})}
         stored = {**run, "arrays": list(ARRAYS), "weights": {"web": 0.6, "answers": 0.4}}
         yield {"run": stored, "sources": stores, "stages": STAGES}
-        mixed = {**run, "shuffle": "block", "weights": {"web": 0.5, "talk": 0.5}}
+        mixed = {**run, "shuffle": "window", "weights": {"web": 0.5, "talk": 0.5}}
         yield {"run": mixed, "sources": [stores[0], live]}
     for packing in ("best_fit", "concat"):
         ordered = {**RUN, "packing": packing, "shuffle": "window", "weights": {"web": 0.6, "answers": 0.4}}
         yield {"run": ordered, "sources": stores, "stages": STAGES}
     yield {"run": {**RUN, "horizon": 2, "balance": "attention", "arrays": list(ARRAYS)}, "sources": stores[:1]}
     for name in ("pairs", "groups"):
-        yield {"run": {**RUN, "split": "truncate_end"}, "sources": [{"name": name, "store": name}]}
+        yield {"run": {**RUN, "on_long": "truncate_end"}, "sources": [{"name": name, "store": name}]}
 
 
 def _rehearse(tables: Mapping[str, Any], folder: Path) -> None:
