@@ -135,7 +135,7 @@ def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int, shuff
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shuffle", default="full", choices=("full", "block", "window"))
+    parser.add_argument("--shuffle", default="full", choices=("full", "window"))
     parser.add_argument("--sources", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="so small that the figures mean nothing")
     parser.add_argument("--json", action="store_true")

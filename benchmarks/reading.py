@@ -50,7 +50,7 @@ def measure(folder: Path) -> list[dict[str, object]]:
     tokens = write_store(folder / "web")
     lines: list[dict[str, object]] = []
     for packing in ("concat", "best_fit"):
-        for shuffle in ("full", "block", "window"):
+        for shuffle in ("full", "window"):
             run = {
                 "steps": 1,
                 "global_batch_size": BATCH,
@@ -64,9 +64,7 @@ def measure(folder: Path) -> list[dict[str, object]]:
             run["steps"] = rows // BATCH
             opened = Run(config=parse_config(tables), folder=folder)
             for nodes in (1, 8):
-                report = report_reading(
-                    opened, link=Link(nodes=nodes), verify_pages=False, whole=("block", "window")
-                )
+                report = report_reading(opened, link=Link(nodes=nodes), verify_pages=False, whole=("window",))
                 (reading,) = [each for each in report.readings if each.shuffle == shuffle]
                 lines.append(
                     {

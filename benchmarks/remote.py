@@ -37,7 +37,7 @@ sys.path.insert(0, str(ROOT))
 SEQ_LEN, BATCH, SECONDS = 2048, 32, 10
 FILES = 64
 """Into how many files the peers cut the store."""
-ORDERS = (("concat", "full"), ("concat", "block"), ("best_fit", "full"), ("best_fit", "window"))
+ORDERS = (("concat", "full"), ("concat", "window"), ("best_fit", "full"), ("best_fit", "window"))
 """Packing and shuffle of the runs that are measured."""
 RUN = """
 [run]
@@ -252,7 +252,7 @@ class Bench:
         self.lines.append({**line, "latency_ms": latency, **found, **served})
 
     def run_packing(self, packing: str, shuffle: str, latencies: list[int]) -> None:
-        window = "window_blocks = 2" if shuffle in ("window", "block") else ""
+        window = "window_blocks = 2" if shuffle == "window" else ""
         base = {"steps": self.steps, "packing": packing, "shuffle": shuffle, "more": window}
         local = RUN.format(**base, verify="true", remote="", store=self.folder / "web")
         (self.folder / "warm.toml").write_text(local)
@@ -269,7 +269,7 @@ class Bench:
                 ("one request at a time", "one", "false", 0),
                 ("mirror of a tenth", "draw", "true", self.limit),
             ]
-            if shuffle in ("window", "block"):
+            if shuffle == "window":
                 ways = [("mirror", "draw", "true", None)]
             for way, kind, verified, limit in ways:
                 # A folder of its own, so that each brings small files anew.

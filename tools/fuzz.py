@@ -56,7 +56,7 @@ steps = {steps}
 global_batch_size = {batch}
 seq_len = {seq_len}
 packing = "{packing}"
-split = "{split}"
+{more}
 seed = {seed}
 shuffle = "{shuffle}"
 [[sources]]
@@ -244,7 +244,7 @@ class Bench:
     def write_run(self, **values: object) -> None:
         """Write the config of a run."""
         known = {"steps": 6, "batch": 4, "seq_len": 24, "packing": "best_fit", "seed": 1, "shuffle": "full"}
-        known["split"] = "truncate_start" if values.get("packing") == "padded" else "allow"
+        known["more"] = 'on_long = "truncate_start"' if values.get("packing") == "padded" else ""
         text = (RUN + TWO_SOURCES if "share" in values else RUN).format(**known | values)
         (self.folder / "run.toml").write_text(text)
 
@@ -339,7 +339,7 @@ def attack_records(bench: Bench, dice: random.Random) -> None:
     config = bench.folder / "run.toml"
     sources = [{"name": "pairs", "store": "pairs"}]
     tables = {
-        "run": {"steps": 6, "global_batch_size": 4, "seq_len": 32, "seed": 1, "on_long": "cut"},
+        "run": {"steps": 6, "global_batch_size": 4, "seq_len": 32, "seed": 1, "on_long": "truncate_end"},
         "sources": sources,
     }
     run = bench.tm.Run.from_tables(tables, folder=config.parent)
@@ -645,7 +645,7 @@ def attack_runs(bench: Bench, dice: random.Random) -> None:
         "batch": batch,
         "seq_len": dice.randrange(8, 64),
         "packing": dice.choice(("best_fit", "concat", "bos_best_fit", "padded")),
-        "shuffle": dice.choice(("full", "block", "none")),
+        "shuffle": dice.choice(("full", "window", "none")),
         "seed": dice.randrange(1 << 30),
     }
     if dice.random() < 0.7:

@@ -152,10 +152,9 @@ def test_cut_records_with_a_mask_are_told_by_stage_and_source(tokenmill, chats):
 @pytest.mark.parametrize(
     ("packing", "fate", "lost"),
     [
-        ('packing = "best_fit"\nsplit = "truncate_end"', "lose their end", 1 + 2),
-        ('packing = "best_fit"\nsplit = "truncate_start"', "lose their beginning", 0),  # BOS and mark go first
-        ('packing = "padded"\nsplit = "truncate_end"', "lose their end", 1 + 2),
-        ('packing = "padded"\non_long = "cut"', "lose their end", 1 + 2),
+        ('packing = "best_fit"\non_long = "truncate_end"', "lose their end", 1 + 2),
+        ('packing = "best_fit"\non_long = "truncate_start"', "lose their beginning", 0),  # BOS and mark go first
+        ('packing = "padded"\non_long = "truncate_end"', "lose their end", 1 + 2),
         ('packing = "best_fit"\non_long = "drop"', "are dropped", 123 + 124),
         ('packing = "padded"\non_long = "drop"', "are dropped", 123 + 124),
     ],
@@ -198,7 +197,7 @@ def test_a_record_longer_than_a_row_stops_a_run_that_says_so(tokenmill, chats):
     )
     chats.write_text(text.replace(CHATS, 'on_long = "stop"\nsplit = "truncate_end"'), encoding="utf-8")
     assert (
-        "split says how a document is cut, got 'truncate_end' with on_long = 'stop'" in tokenmill("plan", chats).err
+        "on_long replaces, got 'truncate_end' with on_long = 'stop'; remove split" in tokenmill("plan", chats).err
     )
     chats.write_text(text.replace(CHATS, 'on_long = "drop"\npacking = "concat"'), encoding="utf-8")
     assert "on_long is for packing best_fit and padded" in tokenmill("plan", chats).err
@@ -484,7 +483,7 @@ def test_rows_that_are_not_equally_full_suggest_to_weigh_by_tokens(tokenmill, fo
     (folder / "short.jsonl").write_text('{"text": "a"}\n' * 99, encoding="utf-8")
     assert tokenmill(*prepare).code == 0
     text = (folder / "run.toml").read_text(encoding="utf-8")
-    text = text.replace("seed = 7", 'seed = 7\npacking = "padded"\nsplit = "truncate_end"')
+    text = text.replace("seed = 7", 'seed = 7\npacking = "padded"\non_long = "truncate_end"')
     (folder / "run.toml").write_text(text, encoding="utf-8")
 
     def told():

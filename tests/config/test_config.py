@@ -205,7 +205,7 @@ def test_every_key_is_documented():
         ({"seed": 2**63}, "run: seed must lie within 0 and"),
         ({"seed": -1}, "run: seed must lie within 0 and"),
         ({"seq_len": 10**12}, "run: seq_len must be at most"),
-        ({"split": "truncate_end", "packing": "concat"}, "split is for packing best_fit and padded"),
+        ({"on_long": "truncate_end", "packing": "concat"}, "on_long is for packing best_fit and padded"),
         ({"crop": "discard"}, "crop is for packing bos_best_fit, got 'discard' with 'best_fit'"),
     ],
 )

@@ -134,7 +134,7 @@ def test_stores_are_the_same_for_any_number_of_workers(tmp_path, spec):
 def tables(spec, **more):
     source = {"name": "code", "documents": ["code.jsonl"], "tokenizer": spec, "fim": {"rate": 0.5}, **more}
     run = {"steps": 40, "global_batch_size": 4, "seq_len": 64, "shuffle": "none", "packing": "padded"}
-    return {"run": {**run, "split": "truncate_end"}, "sources": [source]}
+    return {"run": {**run, "on_long": "truncate_end"}, "sources": [source]}
 
 
 def test_documents_and_live_text_of_a_run_are_cut(tmp_path, spec):

@@ -533,7 +533,7 @@ def test_sources_of_one_size_are_not_walked_in_step(folder, open_loaders):
 
 def test_documents_that_a_later_stage_must_not_cut_are_left_out_or_refused_with_their_place(make_run, open_loaders):
     """[C2.c]"""
-    config = CONFIG.replace('packing = "concat"', 'split = "forbid"\nseq_len = 30')
+    config = CONFIG.replace('packing = "concat"', 'on_long = "stop"\nseq_len = 30')
     run = make_run(config=config, source='on_error = "skip"')
     loaders = open_loaders(run)
     whole, state = draw(loaders)
@@ -545,7 +545,7 @@ def test_documents_that_a_later_stage_must_not_cut_are_left_out_or_refused_with_
         assert {**first, **rest} == whole
         assert again["live"]["skipped"] == {"web": dict(loaders[0].lanes["web"].skipped.counts)}
     with pytest.raises(
-        DocumentError, match=r"web\d\.jsonl.* line \d+.*: with packing = 'best_fit' and split = 'forbid'"
+        DocumentError, match=r"web\d\.jsonl.* line \d+.*: with packing = 'best_fit' and on_long = 'stop'"
     ):
         draw(open_loaders(make_run("stop", config=config)))
 

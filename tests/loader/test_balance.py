@@ -137,7 +137,7 @@ def test_a_step_has_the_same_rows_for_every_world_size(make_run, packing, world_
         assert found == [expected[slot] for slot in slots]
 
 
-@pytest.mark.parametrize("shuffle", ["full", "block", "window"])
+@pytest.mark.parametrize("shuffle", ["full", "window"])
 def test_iteration_resume_and_threads_give_the_deal(make_run, shuffle):
     """[R1.a] From every micro-batch on; steps that follow each other are dealt together, others alone."""
     run = balanced(make_run(packing="best_fit", shuffle=shuffle))

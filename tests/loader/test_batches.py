@@ -11,7 +11,7 @@ import pytest
 from tokenmill.errors import ConfigError, ResumeError
 
 
-@pytest.mark.parametrize("shuffle", ["full", "block", "window", "none"])
+@pytest.mark.parametrize("shuffle", ["full", "window", "none"])
 @pytest.mark.parametrize(
     ("world_size", "micro_batch", "threads", "prefetch"),
     [

@@ -106,11 +106,10 @@ def documents_apart(run, plan, step):
 @pytest.fixture
 def packed_run(make_run):
     def make(packing, **options):
-        split = {"padded": "truncate_end"}.get(packing)
         run = make_run(packing=packing, vocab_size=300, add_bos=True, **options)
-        if split:
+        if packing == "padded":
             file = run.folder / "run.toml"
-            file.write_text(file.read_text().replace('shuffle = "', f'split = "{split}"\nshuffle = "'))
+            file.write_text(file.read_text().replace('shuffle = "', 'on_long = "truncate_end"\nshuffle = "'))
             run = type(run).from_toml(file)
         return run
 

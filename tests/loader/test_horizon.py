@@ -87,7 +87,7 @@ def test_a_row_holds_seq_len_and_horizon_tokens(make_run):
 
 
 @pytest.mark.parametrize(
-    ("packing", "options"), [("best_fit", {"split": "truncate_end"}), ("bos_best_fit", {"crop": "discard"})]
+    ("packing", "options"), [("best_fit", {"on_long": "truncate_end"}), ("bos_best_fit", {"crop": "discard"})]
 )
 def test_a_token_that_is_dropped_is_no_label(make_run, packing, options):
     run = with_horizon(make_run(packing=packing, add_bos=True), 4, **options)

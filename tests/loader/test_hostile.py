@@ -42,14 +42,14 @@ CUT = "test_a_file_that_is_cut_while_it_is_read_ends_with_an_error"
 GUARD = 1 << 13
 """Numbers of 64 bits before and behind every array."""
 ALL = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "cu_seqlens", "max_seqlen")
-POLICIES = [("concat", "allow"), ("best_fit", "allow"), ("bos_best_fit", "allow"), ("padded", "truncate_start")]
+POLICIES = [("concat", None), ("best_fit", "split"), ("bos_best_fit", None), ("padded", "truncate_start")]
 RUN = """
 [run]
 steps = 4
 global_batch_size = 8
 seq_len = 12
 packing = "{packing}"
-split = "{split}"
+{more}
 [[sources]]
 name = "data"
 store = "data"
@@ -66,7 +66,7 @@ def keep_indexes(monkeypatch):
 def make_run(tmp_path, tokenizer_identity):
     """Return a function that writes a store of random records, and a run over it."""
 
-    def make(kind="sft", packing="best_fit", split="allow"):
+    def make(kind="sft", packing="best_fit", on_long=None):
         rng = np.random.default_rng(0)
         keys, values, offsets = {}, {}, {}
 
@@ -96,7 +96,9 @@ def make_run(tmp_path, tokenizer_identity):
             with StoreWriter(tmp_path / "data", spec) as writer:
                 writer.append(values, offsets if kind != "sft" else offsets["documents"])
                 writer.commit()
-        (tmp_path / "run.toml").write_text(RUN.format(packing=packing, split=split))
+        (tmp_path / "run.toml").write_text(
+            RUN.format(packing=packing, more=f'on_long = "{on_long}"' if on_long else "")
+        )
         return Run.from_toml(tmp_path / "run.toml")
 
     return make
@@ -159,16 +161,16 @@ def damaged(data, rng):
 
 
 SHAPES = [
-    *(("sft", packing, split) for packing, split in POLICIES),
+    *(("sft", packing, on_long) for packing, on_long in POLICIES),
     ("dpo", "best_fit", "truncate_start"),
     ("grpo", "best_fit", "truncate_end"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "packing", "split"), SHAPES)
-def test_offsets_that_change_under_a_run_are_refused_or_harmless(make_run, tmp_path, kind, packing, split):
+@pytest.mark.parametrize(("kind", "packing", "on_long"), SHAPES)
+def test_offsets_that_change_under_a_run_are_refused_or_harmless(make_run, tmp_path, kind, packing, on_long):
     """A length is trusted by nobody, though it was right when the index of rows was made."""
-    run = make_run(kind, packing, split)
+    run = make_run(kind, packing, on_long)
     options = {"micro_batch": 4, "arrays": ALL} if kind == "sft" else {"micro_batch": 4}
     loader = run.loader(**options)
     whole = draw(loader)
@@ -182,13 +184,13 @@ def test_offsets_that_change_under_a_run_are_refused_or_harmless(make_run, tmp_p
         overwrite(file, damaged(content, rng))
         try:
             draw(loader)
-            draw(make_run(kind, packing, split).loader(**options))
+            draw(make_run(kind, packing, on_long).loader(**options))
         except TokenmillError as error:
             errors.append(str(error))
         overwrite(file, content)
     assert errors or packing == "concat"  # of a stream, most offsets may be anything between others
     assert [error for error in errors if str(tmp_path / "data") not in error] == []
-    assert draw(loader) == draw(make_run(kind, packing, split).loader(**options)) == whole
+    assert draw(loader) == draw(make_run(kind, packing, on_long).loader(**options)) == whole
 
 
 def test_a_mask_may_hold_any_byte(make_run, tmp_path):
@@ -226,9 +228,9 @@ def forged(data, rng):
     return bytes(sections) + table.tobytes() + text + len(text).to_bytes(8, "little") + xxhash.xxh3_64_digest(text)
 
 
-@pytest.mark.parametrize(("packing", "split"), POLICIES[1:])
-def test_a_forged_row_index_is_refused_or_harmless(make_run, tmp_path, packing, split):
-    loader = make_run("sft", packing, split).loader(micro_batch=4, arrays=ALL)
+@pytest.mark.parametrize(("packing", "on_long"), POLICIES[1:])
+def test_a_forged_row_index_is_refused_or_harmless(make_run, tmp_path, packing, on_long):
+    loader = make_run("sft", packing, on_long).loader(micro_batch=4, arrays=ALL)
     whole = draw(loader)
     (file,) = (tmp_path / "data" / ".rows").glob("[!.]*.rows")
     content = file.read_bytes()
@@ -237,7 +239,7 @@ def test_a_forged_row_index_is_refused_or_harmless(make_run, tmp_path, packing, 
         file.unlink()
         file.write_bytes(forged(content, rng))
         try:
-            run = make_run("sft", packing, split)
+            run = make_run("sft", packing, on_long)
             draw(run.loader(micro_batch=4, arrays=ALL))
             run.plan().what(1)
             run.plan().when("data", 3)
@@ -246,7 +248,7 @@ def test_a_forged_row_index_is_refused_or_harmless(make_run, tmp_path, packing, 
             errors.append(str(error))
     assert [error for error in errors if str(tmp_path / "data") not in error] == []
     file.unlink()
-    assert draw(make_run("sft", packing, split).loader(micro_batch=4, arrays=ALL)) == whole
+    assert draw(make_run("sft", packing, on_long).loader(micro_batch=4, arrays=ALL)) == whole
 
 
 @given(position=st.floats(0, 0.99), bit=st.integers(0, 7))
@@ -329,10 +331,10 @@ def test_a_row_that_is_too_long_is_refused_by_name(make_run):
         draw(loader)
 
 
-@pytest.mark.parametrize(("kind", "packing", "split"), SHAPES)
-def test_a_flipped_byte_in_an_index_is_an_error_even_with_kept_rows(make_run, tmp_path, kind, packing, split):
+@pytest.mark.parametrize(("kind", "packing", "on_long"), SHAPES)
+def test_a_flipped_byte_in_an_index_is_an_error_even_with_kept_rows(make_run, tmp_path, kind, packing, on_long):
     """[S.f] Batches are those of the plan or there are none, though an intact store left its row index there."""
-    whole, errors = draw(make_run(kind, packing, split).loader(micro_batch=4)), set()
+    whole, errors = draw(make_run(kind, packing, on_long).loader(micro_batch=4)), set()
     arrays = read_manifest(tmp_path / "data").keys
     files = [file for file in (tmp_path / "data").glob("*/*.bin") if file.stem not in arrays]
     files = [file for file in files if not file.parent.name.startswith(".")]
@@ -341,7 +343,7 @@ def test_a_flipped_byte_in_an_index_is_an_error_even_with_kept_rows(make_run, tm
         for position in (8, len(content) // 2, len(content) - 1):
             file.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
             try:
-                assert draw(make_run(kind, packing, split).loader(micro_batch=4)) == whole
+                assert draw(make_run(kind, packing, on_long).loader(micro_batch=4)) == whole
             except StoreCorruptError as error:
                 assert re.match(rf"{file}: checksum must be \w+, got \w+; copy the store", str(error))  # noqa: PT017
                 errors.add((file, position))

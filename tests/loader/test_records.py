@@ -208,7 +208,7 @@ def test_the_dtypes_and_shapes_are_those_of_the_guide(write_records, make_run):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shuffle", ["full", "block", "window", "none"])
+@pytest.mark.parametrize("shuffle", ["full", "window", "none"])
 @pytest.mark.parametrize("count", [1, 7, 24])
 def test_an_epoch_has_every_record_once(write_records, make_run, kind, shuffle, count):
     """[R1.d] Whatever the order."""
@@ -359,13 +359,13 @@ def expected_fates(made, seq_len, cut):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("split", "cut"),
-    [("truncate_end", slice(None, 5)), ("truncate_start", slice(-5, None)), ("allow", slice(None))],
+    ("on_long", "cut"),
+    [("truncate_end", slice(None, 5)), ("truncate_start", slice(-5, None)), ("stop", slice(None))],
 )
-def test_what_is_cut_is_counted_and_every_token_has_one_fate(write_records, make_run, kind, split, cut):
+def test_what_is_cut_is_counted_and_every_token_has_one_fate(write_records, make_run, kind, on_long, cut):
     """[P2.a]"""
     made = write_records("data", random_records(kind, 80))
-    run = make_run("data", seq_len=12 if split == "allow" else 5, split=split)
+    run = make_run("data", seq_len=12 if on_long == "stop" else 5, on_long=on_long)
     [source] = report(run.plan()).sources
     tokens, trained, dropped, padding = expected_fates(made, run.config.run.seq_len, cut)
     fates = source.fates
@@ -386,10 +386,10 @@ def test_what_is_cut_is_counted_and_every_token_has_one_fate(write_records, make
     assert sum(room for room, _ in counted) == fates.tokens - dropped + fates.padding
 
 
-@pytest.mark.parametrize("split", ["allow", "forbid"])
+@pytest.mark.parametrize("options", [{}, {"on_long": "stop"}], ids=["default", "stop"])
 @pytest.mark.parametrize(("kind", "key"), [("dpo", "rejected"), ("grpo", "responses")])
 def test_a_record_that_is_too_long_is_refused_by_name_unless_cutting_is_asked_for(
-    write_records, make_run, kind, key, split
+    write_records, make_run, kind, key, options
 ):
     """[P2.b, A1.a]"""
     made = random_records(kind, 30, longest=9)
@@ -403,12 +403,11 @@ def test_a_record_that_is_too_long_is_refused_by_name_unless_cutting_is_asked_fo
     with pytest.raises(
         ConfigError, match=rf"{key} must have at most seq_len = 12 tokens, got 13 in record 21; raise"
     ):
-        make_run("data", split=split).plan()
-    make_run("data", split=split, seq_len=13).plan()
-    make_run("data", split="truncate_end").plan()
-    with pytest.raises(ConfigError, match=r'got 13 in record 21; raise seq_len, or say on_long = "drop" or "cut"'):
+        make_run("data", **options).plan()
+    make_run("data", seq_len=13, **options).plan()
+    with pytest.raises(ConfigError, match=r'raise seq_len, or set on_long = "drop" or "truncate_end"'):
         make_run("data", on_long="stop").plan()
-    assert make_run("data", on_long="cut").plan().stages[0].rows["data"].num_rows == 30
+    assert make_run("data", on_long="truncate_end").plan().stages[0].rows["data"].num_rows == 30
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -30,7 +30,7 @@ steps = {steps}
 global_batch_size = 16
 seq_len = 64
 packing = "{packing}"
-split = "{split}"
+{more}
 
 [remote]
 {remote}
@@ -90,8 +90,8 @@ def make_both(make_store, tmp_path, object_server):
                 if sums:
                     verify(path, add_page_sums=True)
                 names[name] = put_store(object_server, path, f"{tmp_path.name}/{name}")
-        split = "truncate_end" if packing == "padded" else "allow"
-        values = {"split": split, "packing": packing, "steps": steps, "edge": edge, "edits": edits}
+        more = 'on_long = "truncate_end"' if packing == "padded" else ""
+        values = {"more": more, "packing": packing, "steps": steps, "edge": edge, "edits": edits}
         local, away = tmp_path / "local.toml", tmp_path / "away.toml"
         local.write_text(RUN.format(web="web", books="books", remote="", **values))
         places = {name: object_server.address(there, endpoint) for name, there in names.items()}
@@ -181,7 +181,8 @@ def test_a_mirror_of_any_size_does_not_change_them(make_both, tmp_path, limit):
 def test_an_eval_through_a_small_mirror_is_that_of_a_local_copy(make_both, tmp_path):
     """[N1.a]"""
     documents = list(range(0, 300, 2))
-    evals = f'[[evals]]\nname = "val"\nsource = "web"\ndocuments = {documents}\npacking = "padded"\non_long = "cut"'
+    evals = f'[[evals]]\nname = "val"\nsource = "web"\ndocuments = {documents}\npacking = "padded"\n'
+    evals += 'on_long = "truncate_end"'
     local, away = make_both(remote=f'mirror = "{tmp_path}/mirror"\nlimit_bytes = 8192', edits=evals)
     batches = [[batch["labels"].tolist() for batch in run.evals["val"].loader()] for run in (local, away)]
     assert len(batches[0]) == 150
@@ -424,7 +425,7 @@ steps = 12
 global_batch_size = 4
 seq_len = 24
 packing = "padded"
-split = "truncate_end"
+on_long = "truncate_end"
 [remote]
 mirror = "{mirror}"
 limit_bytes = 4096

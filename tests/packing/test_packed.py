@@ -156,7 +156,7 @@ def test_several_windows_and_many_shards_are_packed_alike(make_store):
 def test_a_document_that_must_not_be_cut_is_refused_by_name(make_store, name):
     path, _, _ = make_store("any", [5, 11, 12, 13])
     with pytest.raises(
-        ConfigError, match=r"at most 12 tokens, got 13 in document 3; raise seq_len, or say on_long"
+        ConfigError, match=r"at most 12 tokens, got 13 in document 3; raise seq_len, or set on_long"
     ):
         pack_rows(open_store(path), seq_len=11, policy=Policy(name=name, split="forbid"))
     pack_rows(open_store(path), seq_len=12, policy=Policy(name=name, split="forbid"))

@@ -23,16 +23,16 @@ from tokenmill.view.tables import plan_tables
 VOCAB = 300
 PACKINGS = [
     {"packing": "best_fit"},
-    {"packing": "best_fit", "split": "truncate_start"},
-    {"packing": "best_fit", "split": "truncate_end"},
+    {"packing": "best_fit", "on_long": "truncate_start"},
+    {"packing": "best_fit", "on_long": "truncate_end"},
     {"packing": "bos_best_fit"},
     {"packing": "bos_best_fit", "crop": "discard"},
-    {"packing": "padded", "split": "truncate_start"},
-    {"packing": "padded", "split": "truncate_end"},
+    {"packing": "padded", "on_long": "truncate_start"},
+    {"packing": "padded", "on_long": "truncate_end"},
     {"packing": "concat"},
     {"packing": "concat", "cross_document_labels": True},
 ]
-CUTS = [{"split": "truncate_end"}, {"split": "truncate_start"}, {"split": "allow"}]
+CUTS = [{"on_long": "truncate_end"}, {"split": "truncate_start"}, {}]
 LONGEST = 14
 """Tokens of an array of a record; a row of a run that cuts none has room for them."""
 
@@ -197,7 +197,7 @@ def test_sequences_with_and_without_masks_are_counted_to_the_token(write, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut["split"])
+@pytest.mark.parametrize("cut", CUTS, ids=lambda cut: cut.get("on_long", "stop"))
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 @given(chosen=stage_choices, seed=st.integers(0, 999), masked=st.tuples(st.booleans(), st.booleans()))
 def test_records_are_counted_over_all_their_arrays(write, tmp_path, kind, cut, chosen, seed, masked):
@@ -205,7 +205,7 @@ def test_records_are_counted_over_all_their_arrays(write, tmp_path, kind, cut, c
     for number, name in enumerate("ab"):
         write(name, kind, 2 * seed + number, masked=masked[number])
     stages, steps = stages_of(chosen)
-    if cut["split"] != "allow":
+    if cut:
         stages = [stage | {"seq_len": stage["seq_len"] - LONGEST} for stage in stages]
     check(make_run(tmp_path, stages, steps=steps, **cut))
 

@@ -55,10 +55,10 @@ def stores(tmp_path_factory, tokenizer_identity):
 
 PACKINGS = [
     {"packing": "best_fit"},
-    {"packing": "best_fit", "split": "truncate_end"},
+    {"packing": "best_fit", "on_long": "truncate_end"},
     {"packing": "bos_best_fit"},
     {"packing": "bos_best_fit", "crop": "discard"},
-    {"packing": "padded", "split": "truncate_start"},
+    {"packing": "padded", "on_long": "truncate_start"},
     {"packing": "concat"},
 ]
 WEIGHTS = st.sampled_from([1, 1, 2, 5, 0.3, 0.01])

@@ -66,7 +66,7 @@ PACKINGS = st.sampled_from(
     [
         {"packing": "best_fit"},
         {"packing": "concat"},
-        {"packing": "padded", "split": "truncate_end"},
+        {"packing": "padded", "on_long": "truncate_end"},
         {"packing": "bos_best_fit"},
     ]
 )
@@ -86,7 +86,7 @@ def configs(draw):
     stages = [{"name": "a", "start_step": 0, "weights": draw(WEIGHTS)}]
     if draw(st.booleans()):
         late = {"name": "b", "start_step": draw(st.integers(5, 12)), "weights": draw(WEIGHTS)}
-        late |= draw(st.sampled_from([{}, {}, {"seq_len": 8}, {"packing": "best_fit", "split": "allow"}]))
+        late |= draw(st.sampled_from([{}, {}, {"seq_len": 8}, {"packing": "best_fit", "on_long": "split"}]))
         late |= draw(
             st.sampled_from([{}, {"ramp": "linear", "ramp_steps": 6}, {"ramp": "cosine", "ramp_steps": 4}])
         )
@@ -216,7 +216,7 @@ def test_a_key_of_run_is_named_as_the_config_has_it(folder, key, new):
     assert (found.first_step, found.stage, found.changes[0].path) == (0, "main", f"run.{key}")
 
 
-@pytest.mark.parametrize(("key", "own", "new"), [("seed", 3, 5), ("on_long", "cut", "drop")])
+@pytest.mark.parametrize(("key", "own", "new"), [("seed", 3, 5), ("on_long", "split", "drop")])
 def test_a_key_of_run_acts_from_the_first_stage_that_does_not_say_it(folder, key, own, new):
     stages = {"stages": [{"name": "a", "start_step": 0, key: own}, {"name": "b", "start_step": 9}]}
     found = compared(run_of(folder, stages), run_of(folder, stages, **{key: new}))
@@ -398,8 +398,8 @@ def test_progress_is_told_block_by_block(folder):
     assert told == [300]
 
 
-@pytest.mark.parametrize("split", ["truncate_end", "truncate_start"])
-def test_records_are_compared_by_all_their_arrays(tmp_path, tokenizer_identity, split):
+@pytest.mark.parametrize("on_long", ["truncate_end", "truncate_start"])
+def test_records_are_compared_by_all_their_arrays(tmp_path, tokenizer_identity, on_long):
     """A pair whose first answer fits and whose second one does not is the same only if that is cut alike."""
     from tokenmill.store import StoreSpec, StoreWriter
 
@@ -424,8 +424,8 @@ def test_records_are_compared_by_all_their_arrays(tmp_path, tokenizer_identity, 
         writer.commit()
     base = {"sources": [{"name": "pairs", "store": "pairs"}]}
     options = {"seq_len": 6, "weights": {"pairs": 1}, "steps": 12}
-    old = run_of(tmp_path, base, **options, split="truncate_end")
-    new = run_of(tmp_path, base, **options, split=split)
+    old = run_of(tmp_path, base, **options, on_long="truncate_end")
+    new = run_of(tmp_path, base, **options, on_long=on_long)
     found = compared(old, new)
     assert found.differing == brute(old, new)[1]
-    assert (found.differing > 0) == (split == "truncate_start")
+    assert (found.differing > 0) == (on_long == "truncate_start")

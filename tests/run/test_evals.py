@@ -72,7 +72,7 @@ def test_an_eval_has_every_document_once_in_order(make_run, make_store):
     [
         ({}, "are cut: what follows a cut is evaluated without what stood before"),
         ({"on_long": "drop"}, "are left out"),
-        ({"split": "truncate_start"}, "lose their beginning"),
+        ({"on_long": "truncate_start"}, "lose their beginning"),
         ({"seq_len": 64}, None),
     ],
 )
@@ -99,15 +99,15 @@ def test_conversations_of_an_eval_that_are_no_whole_rows_are_told_once_and_by_th
 def test_long_documents_of_an_eval_are_cut_dropped_or_refused(make_run):
     longest = max(LENGTHS)
     table = {"name": "val", "store": "val", "packing": "padded", "seq_len": longest - 2}
-    with pytest.raises(ConfigError, match='say on_long = "drop" or "cut"'):
+    with pytest.raises(ConfigError, match='set on_long = "drop" or "truncate_end"'):
         make_run(table).evals["val"].loader()
     with pytest.raises(ConfigError, match="must have at most"):
         make_run({**table, "on_long": "stop"}).evals["val"].loader()
-    with pytest.raises(ConfigError, match=r"eval 'val': on_long must be one of cut, drop, stop, got 'crop'"):
+    with pytest.raises(ConfigError, match=r"eval 'val': on_long must be one of split, .*, got 'crop'"):
         make_run({**table, "on_long": "crop"})
     kept = sum(length < longest for length in LENGTHS)
-    rows = {how: make_run({**table, "on_long": how}).evals["val"].num_rows for how in ("cut", "drop")}
-    assert rows == {"cut": len(LENGTHS), "drop": kept}
+    rows = {how: make_run({**table, "on_long": how}).evals["val"].num_rows for how in ("truncate_end", "drop")}
+    assert rows == {"truncate_end": len(LENGTHS), "drop": kept}
 
 
 @pytest.mark.parametrize("packing", ["padded", "best_fit"])

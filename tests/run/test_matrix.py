@@ -5,6 +5,7 @@ A token has an id of its own, so every id that a batch holds tells its array, it
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -17,20 +18,12 @@ from tokenmill.run.report import long_records
 from tokenmill.run.run import Run
 from tokenmill.run.step import inspect_step, inspect_strip, row_arrays, same_rows
 from tokenmill.store import StoreSpec, StoreWriter
-from tokenmill.types import RECORD_TYPES, token_arrays
+from tokenmill.types import ON_LONG, RECORD_TYPES, token_arrays
 
 KINDS = ("seq", "sft", "dpo", "grpo", "prompts")
 PACKINGS = ("concat", "best_fit", "bos_best_fit", "padded")
 WHOLE = ("best_fit", "padded")
-FATES = {
-    "allow": {},
-    "truncate_start": {"split": "truncate_start"},
-    "truncate_end": {"split": "truncate_end"},
-    "forbid": {"split": "forbid"},
-    "cut": {"on_long": "cut"},
-    "drop": {"on_long": "drop"},
-    "stop": {"on_long": "stop"},
-}
+FATES = {"default": {}} | {fate: {"on_long": fate} for fate in ON_LONG}
 SHORT, LONG = 12, 40
 """Sequence lengths: at the first, 4 of 24 documents are longer than a row, at the second none is."""
 BOS = 1
@@ -328,12 +321,14 @@ def check_sequence_strip(made, strip, arrays):
 def rejection(kind, packing, fate, seq_len):
     """Return what the error says of a combination that cannot be; None for one that can."""
     is_record = kind not in ("seq", "sft")
-    if packing not in WHOLE and fate != "allow":
-        return ("split" if "split" in FATES[fate] else "on_long") + " is for packing best_fit and padded"
+    if packing not in WHOLE and fate != "default":
+        return "on_long is for packing best_fit and padded"
     if packing not in WHOLE and is_record:
         return "packing is for stores of sequences"
-    cannot_cut = fate == "allow" and (is_record or packing == "padded")
-    if seq_len == SHORT and (fate in ("forbid", "stop") or cannot_cut):
+    alone = is_record or packing == "padded"
+    if fate == "split" and alone:
+        return "on_long = 'split' is for sequences packed as best_fit"
+    if seq_len == SHORT and (fate == "stop" or (fate == "default" and alone)):
         return "must have at most"
     return None
 
@@ -366,7 +361,7 @@ def test_what_is_delivered_is_what_is_named(stores, kind, packing, fate, seq_len
     ("kind", "packing", "fate"),
     [
         *(
-            (kind, packing, "allow")
+            (kind, packing, "default")
             for kind in ("seq", "sft")
             for packing in ("concat", "best_fit", "bos_best_fit")
         ),
@@ -407,7 +402,7 @@ def check_run(made, run, kind, packing, fate):
     shared = overlaps(run)
     for name, documents in allowed.items():
         item, of = run.evals[name], other if name == "other" else main
-        _, evaluated = check(of, item.plan(), item.loader(threads=0), fate if packing in WHOLE else "allow")
+        _, evaluated = check(of, item.plan(), item.loader(threads=0), fate if packing in WHOLE else "default")
         numbers = {of.record_of()[token] for token in evaluated}
         (overlap,) = shared[name]
         if name == "other":
@@ -467,9 +462,153 @@ def pairs(made, key, record):
 
 
 def test_held_out_records_are_cut_by_no_row_of_a_stream(stores):
-    run = make_run(stores[0], "sft", "concat", "allow", SHORT)
+    run = make_run(stores[0], "sft", "concat", "default", SHORT)
     rows = run.plan().stages[0].rows["main"]
     spans = rows.spans(np.arange(rows.num_rows))
     cut = int((np.bincount(spans.document[spans.length > 1]) > 1).sum())
     (sentence,) = long_records(run)
     assert sentence.startswith(f"stage 'main': {cut} of 13 records of 'main' are cut where a row of 12 tokens ends")
+
+
+# Old spellings: `split` beside `on_long`, and what both meant
+
+RESPELLED = {
+    # split, on_long -> new value under best_fit, and under padded and for pairs and groups; None: the default.
+    (None, None): (None, None),
+    ("allow", None): (None, None),
+    ("forbid", None): ("stop", "stop"),
+    ("truncate_start", None): ("truncate_start", "truncate_start"),
+    ("truncate_end", None): ("truncate_end", "truncate_end"),
+    (None, "cut"): ("split", "truncate_end"),
+    ("allow", "cut"): ("split", "truncate_end"),
+    ("truncate_start", "cut"): ("truncate_start", "truncate_start"),
+    ("truncate_end", "cut"): ("truncate_end", "truncate_end"),
+    (None, "drop"): ("drop", "drop"),
+    ("allow", "drop"): ("drop", "drop"),
+    (None, "stop"): ("stop", "stop"),
+    ("allow", "stop"): ("stop", "stop"),
+}
+"""The table of docs/config.md; every other pair was an error, and is."""
+CONTRADICTIONS = [
+    (split, on_long)
+    for split in ("allow", "forbid", "truncate_start", "truncate_end")
+    for on_long in ("cut", "drop", "stop")
+    if (split, on_long) not in RESPELLED
+]
+DEFAULTS = ("split", "stop")
+DIGESTS = {
+    ("seq", "best_fit", "split"): "966edda22daf9c5f",
+    ("seq", "best_fit", "truncate_end"): "c63f5c11b18baf1c",
+    ("seq", "best_fit", "truncate_start"): "0b39bdbdbc670ccd",
+    ("seq", "best_fit", "drop"): "c900393fc7a1de35",
+    ("seq", "best_fit", "stop"): "a29a46c823eab58a",
+    ("seq", "padded", "truncate_end"): "35c26cd9eb60053a",
+    ("seq", "padded", "truncate_start"): "61ac4cba732d52f8",
+    ("seq", "padded", "drop"): "5cf0debc1d704ca4",
+    ("seq", "padded", "stop"): "a0dab055813a624b",
+    ("dpo", None, "truncate_end"): "3a6b0e700720ef12",
+    ("dpo", None, "truncate_start"): "590016c662f5a44c",
+    ("dpo", None, "drop"): "7253130b405bd0b6",
+    ("dpo", None, "stop"): "f057ae82d8eed739",
+}
+"""Fingerprint and batches of runs as they were while `split` was a key; `stop` with rows of `LONG`."""
+
+
+def keys_of(packing, **keys):
+    return {key: value for key, value in {"packing": packing, **keys}.items() if value is not None}
+
+
+def tables_at(level, kind, keys, of_run):
+    """Return the tables of a run that has keys in [run], in its second stage, or in an eval."""
+    run = {"steps": 4, "global_batch_size": 3, "seq_len": LONG if level == "eval" else SHORT}
+    tables = {"run": run | (keys if level == "run" else of_run), "sources": [{"name": "main", "store": kind}]}
+    if level == "stage":
+        first = {"name": "a", "start_step": 0, "on_long": "truncate_end"}
+        return tables | {"stages": [first, {"name": "b", "start_step": 2, **keys}]}
+    if level == "eval":
+        return tables | {"evals": [{"name": "e", "store": f"{kind}-other", "seq_len": SHORT, **keys}]}
+    return tables
+
+
+def outcome(tables, folder):
+    """Return fingerprint and all batches of a run, or of its eval; of one that cannot be, the error."""
+    run = Run.from_tables(tables, folder=folder)
+    try:
+        item = run.evals["e"] if "evals" in tables else run
+        plan, loader = item.plan(), item.loader(threads=0)
+    except ConfigError as error:
+        return run, str(error)
+    batches = [{name: array.tolist() for name, array in loader[step].items()} for step in range(plan.steps)]
+    return run, (plan.fingerprint, batches)
+
+
+@pytest.mark.parametrize("level", ["run", "stage", "eval"])
+@pytest.mark.parametrize("packing", [None, *WHOLE])
+@pytest.mark.parametrize("kind", ["seq", "sft", "dpo", "grpo"])
+def test_old_spellings_mean_what_they_meant(stores, kind, packing, level):
+    """Same fingerprint and batches, or the same error, as with the new value."""
+    folder, _ = stores
+    is_alone = packing == "padded" or kind not in ("seq", "sft")
+    # What [run] says, for a stage to override or to take over.
+    of_runs = [{}, *({"on_long": value} for value in ("drop", "stop", "truncate_start")[: 3 * (level == "stage")])]
+    for of_run in of_runs:
+        found = {}
+        for value in (None, *ON_LONG):
+            tables = tables_at(level, kind, keys_of(packing, on_long=value), of_run)
+            found[value] = None if value == "split" and is_alone else outcome(tables, folder)[1]
+        if not of_run:
+            assert found[None] == found[DEFAULTS[is_alone]]
+        for (split, on_long), meanings in RESPELLED.items():
+            old = tables_at(level, kind, keys_of(packing, split=split, on_long=on_long), of_run)
+            new = meanings[is_alone]
+            if new is None and split is not None and of_run:
+                new = DEFAULTS[is_alone]
+            if (split, on_long) == (None, "cut") and of_run.get("on_long") == "truncate_start":
+                new = "truncate_start"  # `cut` as the run says
+            run, got = outcome(old, folder)
+            assert got == found[new], (split, on_long, of_run)
+            if isinstance(got, tuple):
+                written = tables_at(level, kind, keys_of(packing, on_long=new), of_run)
+                assert run.diff(Run.from_tables(written, folder=folder)).changes == ()
+
+
+@pytest.mark.parametrize(("kind", "packing", "on_long"), DIGESTS)
+def test_new_spellings_give_the_plans_and_batches_of_before(stores, kind, packing, on_long):
+    tables = tables_at("run", kind, keys_of(packing, on_long=on_long), {})
+    tables["run"]["seq_len"] = LONG if on_long == "stop" else SHORT
+    run = Run.from_tables(tables, folder=stores[0])
+    plan, loader = run.plan(), run.loader(threads=0)
+    digest = hashlib.sha256(plan.fingerprint.encode())
+    for step in range(plan.steps):
+        for name, array in sorted(loader[step].items()):
+            digest.update(name.encode() + array.tobytes())
+    assert digest.hexdigest()[:16] == DIGESTS[kind, packing, on_long]
+
+
+@pytest.mark.parametrize("level", ["run", "stage", "eval"])
+@pytest.mark.parametrize(("split", "on_long"), CONTRADICTIONS)
+def test_old_keys_that_contradict_each_other_are_rejected(stores, split, on_long, level):
+    tables = tables_at(level, "seq", {"split": split, "on_long": on_long}, {})
+    with pytest.raises(ConfigError, match=rf"got '{split}' with on_long = '{on_long}'; remove split"):
+        Run.from_tables(tables, folder=stores[0])
+
+
+@pytest.mark.parametrize("level", ["run", "stage", "eval"])
+@pytest.mark.parametrize(
+    ("kind", "packing", "message"),
+    [
+        ("seq", "padded", "packing = 'padded'"),
+        ("dpo", None, "stores of dpo"),
+        ("grpo", "best_fit", "stores of grpo"),
+    ],
+)
+def test_a_record_that_is_a_row_cannot_be_split(stores, kind, packing, message, level):
+    tables = tables_at(level, kind, keys_of(packing, on_long="split"), {})
+    wanted = f"on_long = 'split' is for .*, got it with {message}.*; use truncate_end"
+    with pytest.raises(ConfigError, match=wanted):
+        open_loader(tables, stores[0])
+
+
+def open_loader(tables, folder):
+    run = Run.from_tables(tables, folder=folder)
+    return (run.evals["e"] if "evals" in tables else run).loader()

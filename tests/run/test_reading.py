@@ -42,7 +42,7 @@ def test_requests_of_a_full_shuffle_are_the_ranges_that_its_rows_need(make_store
     assert (reading.rows, reading.counted_rows) == (256, 256)
 
 
-@pytest.mark.parametrize(("packing", "shuffle"), [("best_fit", "full"), ("concat", "full"), ("concat", "block")])
+@pytest.mark.parametrize(("packing", "shuffle"), [("best_fit", "full"), ("concat", "full")])
 def test_what_is_told_is_what_a_loader_asks_for(make_store, tmp_path, packing, shuffle):
     """With a horizon that holds a part of the store, as it is with stores that are worth it."""
     make_store("web", np.random.default_rng(3).integers(1, 300, 3000).tolist())
@@ -76,15 +76,6 @@ def test_window_shuffle_asks_for_whole_windows_and_nodes_share_few(make_store, t
     two = by_shuffle(report_reading(run, link=Link(nodes=2), verify_pages=False))["window"]
     assert stored * 0.98 <= two.bytes <= stored * 2.02
     assert two.mirror_bytes <= one["window"].mirror_bytes
-
-
-def test_a_block_shuffle_of_packed_rows_is_told_beside_the_others(make_store, tmp_path):
-    make_store("web", LENGTHS)
-    run = make_run(tmp_path, "best_fit", epochs=1, shuffle="block")
-    readings = by_shuffle(report_reading(run, verify_pages=False, whole=("block", "window")))
-    assert set(readings) == {"full", "window", "block"}
-    assert readings["block"].is_planned
-    assert readings["block"].requests > 10 * readings["window"].requests
 
 
 def test_time_is_of_what_takes_longer_and_money_of_both(make_store, tmp_path):

@@ -330,8 +330,8 @@ def check_alone(where: str, on_long: str | None, rows: str) -> None:
     """Reject `on_long = "split"` where a row holds one record, which cannot continue in another."""
     if on_long == "split":
         raise ConfigError(
-            f"{where}: on_long = 'split' cannot be combined with {rows}, where a row is one record; write "
-            "truncate_end, truncate_start, drop or stop"
+            f"{where}: on_long = 'split' is for sequences packed as best_fit, got it with {rows}, where a row "
+            "is one record; use truncate_end, truncate_start, drop or stop"
         )
 
 

@@ -102,8 +102,9 @@ def takes_old_keys(kind: type[T]) -> type[T]:
         rows = _Rows({_packing(values, _USUAL_PACKING)})
         if kind.__name__ == "StageConfig":
             rows = _Rows({None}, inherited="?")  # it does not know its run
-        make(self, **_respell_table(kind.__name__, values, rows, notes))
-        for note in notes:
+        new = _respell_table(kind.__name__, values, rows, notes)
+        make(self, **new)
+        for note in notes if new != values else ():  # a copy of a record is not told again of a word that stays
             _warn_once(note)
 
     kind.__init__ = __init__  # type: ignore[assignment]
@@ -149,4 +150,7 @@ def _joined(where: str, split: object, on_long: object) -> object:
         return "allow" if on_long is None else "allow cut" if on_long == "cut" else on_long
     if on_long is None or (on_long == "cut" and split != "forbid"):
         return "stop" if split == "forbid" else split
-    raise ConfigError(f"{where}: split = {split!r} contradicts on_long = {on_long!r}; write on_long alone")
+    raise ConfigError(
+        f"{where}: split is an old key that on_long replaces, got {split!r} with on_long = {on_long!r}; "
+        "remove split"
+    )
