@@ -30,10 +30,12 @@ from operator import index
 from unicodedata import category
 
 _SECRETS = re.compile(
-    r"""(\w\w:/{1,2})(?:[^/\s'"]*@|[^/\s:@'"]*:(?!\d*(?:[/\s'"]|$))[^\s@'"]*@)|(\bhf:)[^\s'"]*@"""
+    r"""(\w\w:/{1,2})(?:[^/\s'"]*@|[^/\s:@'"]*:(?!\d*(?:[/\s'"]|$))[^\s@'"]*@)"""
+    r"""|(\bhf:)(?!(?!hf_)[\w.-]+(?:/[\w.-]+)?@[\w./-]+(?!:?[\w.@/-]))[^\s'"]*@"""
 )
 """What stands before the host of an address, also where `Path` has taken a slash from it, or a key has slashes; and
-what stands before the @ of a dataset that is written like an address."""
+what stands before the @ of a dataset that is written like an address. NAME@REVISION is no secret, unless it begins
+as a token does."""
 
 
 def without_secrets(text: str) -> str:
@@ -43,6 +45,8 @@ def without_secrets(text: str) -> str:
     's3://bucket/a: no file, got https://host:80/b@c'
     >>> without_secrets("hf:me:SEC/RET@data: no dataset")
     'hf:data: no dataset'
+    >>> without_secrets("hf:org/name@main is there, hf:me:SECRET@main is not")
+    'hf:org/name@main is there, hf:main is not'
     """
     return _SECRETS.sub(r"\1\2", text) if "@" in text else text
 

@@ -98,7 +98,12 @@ def test_the_first_word_of_the_engine_opens_the_same(opened, specs):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gpt2", r"tokenizer 'gpt2': must be 'bytes', a tokenizer.json.*does not exist; nothing is downloaded"),
+        ("gpt2", r"tokenizer 'gpt2': must be 'bytes', a tokenizer.json.*did you mean 'hf:gpt2'\?$"),
+        ("openai-community/gpt2", r"did you mean 'hf:openai-community/gpt2'\?$"),
+        ("hf:", r"'hf:': expected hf:NAME or hf:NAME@REVISION"),
+        ("hf:a/b/c", "expected hf:NAME"),
+        ("hf:org/name:en", "expected hf:NAME"),
+        ("hf:../x", "not a valid name of a repository"),
         ("no/such/tokenizer.json", "does not exist"),
         ("tiktoken:no/such/file", "must name a rank file, got 'no/such/file', which is no file"),
         ("tiktoken:", "must name a rank file"),

@@ -169,7 +169,7 @@ def prepare(  # noqa: PLR0913 - the front door
     """Turn files of text or records into the store `out`, a folder or an address such as `s3://bucket/path`.
 
     `inputs` are paths, globs, folders, `hf:` datasets and addresses, in natural order. `tokenizer` is `bytes`, a
-    `tokenizer.json`, a `.model`, a folder that holds one, or `tiktoken:<rank file>`. `recipe` is the name of a
+    `tokenizer.json`, a `.model`, a folder with one, `tiktoken:<rank file>` or `hf:NAME`. `recipe` is the name of a
     preset (`text`, `chat`, `instruction`, `dpo`, ...), the path of a recipe, or the recipe itself. `workers` is the
     number of processes, by default one a core; the store is the same for any number. `executor` runs units
     elsewhere: anything with `submit`, as `concurrent.futures` has it, whose workers see inputs and `out`.
@@ -244,7 +244,9 @@ def _build_store(  # noqa: PLR0913 - the arguments of `prepare`
     num_workers = num_workers_of(workers, executor)
     if map is not None and not is_importable(function := identify(map)):
         num_workers = _one_worker(function, workers, executor)
-    setting = open_setting(inputs, out=out, tokenizer=tokenizer, recipe=recipe, map=map, options=options, show=show)
+    setting = open_setting(
+        inputs, out=out, tokenizer=tokenizer, recipe=recipe, map=map, options=options, show=show, rebuild=rebuild
+    )
     opening_seconds = time.monotonic() - begin
     result, job, opened = None, setting.job, setting.opened
     with begun_build(setting, rebuild=rebuild) as (build, lease):
@@ -276,6 +278,7 @@ def begun_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lea
                 chunk_bytes=options.chunk_bytes,
                 rebuild=rebuild,
                 same_names=options.same_names,
+                tokenizer=setting.job.tokenizer,
             )
             with journal.end_noted():
                 yield build, lease

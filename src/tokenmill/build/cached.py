@@ -17,6 +17,7 @@ from tokenmill.documents.inputs import PREFIX, parse
 from tokenmill.encode.chat.template import load_template
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.files import copy_of
+from tokenmill.encode.hub import is_hub_name, local_spec
 from tokenmill.errors import DocumentError, StoreExistsError, TokenizerError, TokenmillError
 from tokenmill.fingerprint import digest, first_difference
 from tokenmill.store.durable import LeaseWatch
@@ -132,8 +133,11 @@ def _is_on_hub(item: str) -> bool:
 def _check_tokenizer(tokenizer: str, store: Path, where: str) -> None:
     """Refuse a tokenizer whose files are not those that the store was made with; one that is gone does no harm.
 
-    All its files count: BOS and EOS may be named beside the one that has the vocabulary.
+    All its files count: BOS and EOS may be named beside the one that has the vocabulary. A name on the hub is
+    resolved once, when its store is prepared.
     """
+    if is_hub_name(tokenizer):
+        return
     try:
         files = copy_of(tokenizer)
     except TokenizerError:
@@ -163,6 +167,8 @@ def _check_recipe(recipe: str | Mapping[str, object], tokenizer: str, store: Pat
     now["chat_template"] = then["chat_template"] = None
     if isinstance(template, Mapping) and settled.chat_template is not None:
         try:
+            if is_hub_name(tokenizer):  # as it was resolved, and only if it is in the hub's cache
+                tokenizer = local_spec(str(read_manifest(store).recipe["tokenizer"]), download=False)
             now["chat_template"] = load_template(settled.chat_template, tokenizer=tokenizer).to_json()
         except TokenmillError:
             return  # it is gone, which does no harm

@@ -37,6 +37,7 @@ from tokenmill.documents import InputFile, ReadOptions, Unit, find_files, sample
 from tokenmill.documents.units import MAX_EXPANSION, MAX_RECORD_BYTES
 from tokenmill.encode.engines import framing_of, open_tokenizer, trusted
 from tokenmill.encode.files import copy_of, spec_of_copy
+from tokenmill.encode.hub import is_hub_name, parse, pinned
 from tokenmill.encode.recipe import PRESETS, Recipe, RecordEncoder, load_recipe, open_encoder, record_keys
 from tokenmill.encode.recipe.recipe import SYSTEM_PROMPT, check_recipe
 from tokenmill.encode.tokenizer import Framing, Tokenizer, token_dtype, with_policy
@@ -535,6 +536,7 @@ def open_setting(
     map: MapRecord | None,
     options: PrepareOptions,
     show: Show,
+    rebuild: bool,
 ) -> Setting:
     """List the files and open the tokenizer, as `prepare` was asked to."""
     settled = settle_recipe(recipe, options)
@@ -543,9 +545,26 @@ def open_setting(
     files = _input_files(inputs, journal.out, options)
     tokenizer = path_of("tokenizer", tokenizer)
     with show("open the tokenizer", 0, lambda: (0, 0, 0)):
+        if is_hub_name(tokenizer):
+            tokenizer = _pinned(tokenizer, None if rebuild else journal.hub_tokenizer())
         job, opened, warning = _new_job(journal, tokenizer, settled, options, files, map)
         framing = _settle_framing(tokenizer, settled, options, opened)
     return Setting(journal=journal, files=files, job=job, opened=opened, warning=warning, framing=framing)
+
+
+def _pinned(tokenizer: str, known: str | None) -> str:
+    """Return a hub name with its commit. A store that has one keeps it, unless the user names a revision."""
+    if known is None or parse(known)[0] != parse(tokenizer)[0]:
+        return pinned(tokenizer)
+    if parse(tokenizer)[1] is None:
+        return pinned(known)
+    now = pinned(tokenizer)
+    if now != known:
+        warn(
+            f"tokenizer {tokenizer!r} is now the commit {parse(now)[1]}; the store was begun with "
+            f"{parse(known)[1]}. Leave the revision out to continue with that commit"
+        )
+    return now
 
 
 def _with_framing(options: PrepareOptions, recipe: Recipe) -> PrepareOptions:

@@ -30,7 +30,8 @@ import msgspec
 import xxhash
 
 from tokenmill.documents import BadRecord, InputFile, Unit, chunk_size, content_digest, file_digest
-from tokenmill.errors import StoreCorruptError, StoreExistsError, TokenmillError
+from tokenmill.encode.hub import is_hub_name
+from tokenmill.errors import StoreCorruptError, StoreExistsError, StoreMissingError, TokenmillError
 from tokenmill.fingerprint import digest, first_difference
 from tokenmill.store import layout, writer
 from tokenmill.store.durable import in_threads, make_folder, sync_folder, write_atomically
@@ -130,6 +131,8 @@ class UnfinishedBuild:
     """What two builds must have in common to be one: tokenizer, recipe, options."""
     chunk_bytes: int
     rebuild: bool
+    tokenizer: str = ""
+    """Name of the tokenizer on the hub, with its commit; empty for others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,6 +225,19 @@ class Journal:
     def finished(self) -> FinishedBuild | None:
         """Return what is in the finished store, None if there is none that prepare made."""
         return read_record(FinishedBuild, self.folder / FINISHED)
+
+    def hub_tokenizer(self) -> str | None:
+        """Return the pinned hub name of the tokenizer that the folder is built with; None if it has another one."""
+        unfinished, finished = self.unfinished(), self.finished()
+        if unfinished is not None:
+            return unfinished.tokenizer or None
+        if finished is None or not finished.routes:
+            return None
+        try:
+            name = layout.read_manifest(self.out / finished.routes[0]).recipe.get("tokenizer")
+        except StoreMissingError:  # its publication was interrupted
+            return None
+        return name if isinstance(name, str) and is_hub_name(name) else None
 
     def time_of(self, name: str) -> int:
         """Return when one of its files was written, in nanoseconds; 0 if it is not there."""
@@ -500,6 +516,7 @@ def begin_build(
     chunk_bytes: int | None,
     rebuild: bool,
     same_names: bool = False,
+    tokenizer: str = "",
 ) -> Build:
     """Find out what there is to do, and note its beginning in the journal; refuse what does not fit the folder."""
     finished, unfinished = journal.finished(), journal.unfinished()
@@ -534,7 +551,13 @@ def begin_build(
     else:
         chunk_bytes = chunk_bytes or chunk_size(new_files)
         if new_files:
-            journal.begin(UnfinishedBuild(identity=identity, chunk_bytes=chunk_bytes, rebuild=replaces))
+            build = UnfinishedBuild(
+                identity=identity,
+                chunk_bytes=chunk_bytes,
+                rebuild=replaces,
+                tokenizer=tokenizer if is_hub_name(tokenizer) else "",
+            )
+            journal.begin(build)
     entries = {file.path: entry_digest(file.name, digests[file.path]) for file in new_files}
     return Build(
         journal=journal,

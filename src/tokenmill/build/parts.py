@@ -231,7 +231,14 @@ def plan_units(
 
         items = list(local_inputs(items, staging, options, show))
     setting = open_setting(
-        items, out=folder, tokenizer=tokenizer, recipe=recipe, map=map, options=options, show=show
+        items,
+        out=folder,
+        tokenizer=tokenizer,
+        recipe=recipe,
+        map=map,
+        options=options,
+        show=show,
+        rebuild=rebuild,
     )
     asked = asked_for(inputs, tokenizer, recipe, options)
     journal = setting.journal

@@ -33,7 +33,8 @@ def prepare(
         ),
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(help="bytes, a tokenizer.json or .model, a folder with one, or tiktoken:RANKFILE.")
+        str,
+        typer.Option(help="bytes, a tokenizer.json or .model, a folder with one, tiktoken:RANKFILE or hf:NAME."),
     ] = "bytes",
     recipe: Annotated[
         str,

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from tokenmill.encode import files
+from tokenmill.encode.hub import pinned
 from tokenmill.encode.tokenizer import (
     ByteTokenizer,
     Framing,
@@ -486,11 +487,12 @@ def open_tokenizer(
 ) -> Tokenizer:
     """Open a tokenizer: `bytes`, a `tokenizer.json`, a `.model`, a folder holding one, or `tiktoken:<rank file>`.
 
+    `hf:NAME[@REVISION]` downloads the tokenizer from the Hugging Face hub, or takes it from the hub's cache.
     `tiktoken:<rank file>?encoding=cl100k_base` says which encoding a rank file is where neither its hash nor
     its name does; `?encoding=mine.json` names a file with its `pattern`, `special_tokens`, `bos_token` and
     `eos_token`. The fast engine is taken on trust here, where it can load the file; `trusted` proves it.
     """
-    spec = path_of("tokenizer", spec)
+    spec = pinned(path_of("tokenizer", spec))
     check_types(
         add_bos=(add_bos, bool | None),
         add_eos=(add_eos, bool | None),
@@ -645,7 +647,7 @@ def trusted(spec: str, sample: Sequence[str] = (), framing: Framing | None = Non
     The second value is None, or a sentence for the user that says why the slower engine is used. A worker process
     opens the same engine with `open_tokenizer(spec, engine=tokenizer.engine.split()[0])`.
     """
-    framing = framing or Framing()
+    framing, spec = framing or Framing(), pinned(spec)
     *fast_engines, reference_engine = engines_of(spec)
     reference = _open(spec, framing, reference_engine)
     if not fast_engines:

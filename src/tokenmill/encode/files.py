@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tokenmill.encode.hub import local_spec, suggestion
 from tokenmill.encode.tokenizer import BOS_NAMES, EOS_NAMES, PAD_NAMES, Vocabulary, content_digest, engine_errors
 from tokenmill.errors import TokenizerError, TokenmillError, nearest
 from tokenmill.fingerprint import canonical
@@ -41,6 +42,7 @@ def kind_of(spec: str) -> str:
     """Return the kind of tokenizer that a spec names; of a `.model` the first line is read."""
     if spec == "bytes":
         return "bytes"
+    spec = local_spec(spec)
     if spec.startswith(_TIKTOKEN):
         return "tiktoken"
     path = _in_folder(Path(spec))
@@ -52,13 +54,14 @@ def kind_of(spec: str) -> str:
 
 def read_tokenizer_file(spec: str) -> JsonFile | RankFile | ModelFile:
     """Read the file that a spec names; `bytes` has none."""
+    where, spec = spec, local_spec(spec)
     kind = kind_of(spec)
     if kind == "tokenizer.json":
-        return read_json_file(_json_path(spec), spec)
+        return read_json_file(_json_path(spec), where)
     if kind == "sentencepiece":
-        return read_model_file(_in_folder(Path(spec)), spec)
+        return read_model_file(_in_folder(Path(spec)), where)
     path, encoding = _rank_path(spec)
-    return read_rank_file(path, encoding, spec)
+    return read_rank_file(path, encoding, where)
 
 
 def _read(path: Path) -> bytes:
@@ -92,6 +95,7 @@ def _rank_path(spec: str) -> tuple[Path, str | None]:
 
 def copy_of(spec: str) -> dict[str, bytes]:
     """Return the files that open a tokenizer again from a folder of their own, by name; none for `bytes`."""
+    spec = local_spec(spec)
     kind = kind_of(spec)
     if kind == "bytes":
         return {}
@@ -140,8 +144,8 @@ def _json_path(spec: str) -> Path:
         )
     raise TokenizerError(
         f"tokenizer {spec!r}: must be 'bytes', a tokenizer.json, a .model file, a folder holding one, or "
-        "'tiktoken:<rank file>', got a path that does not exist; nothing is downloaded: "
-        "save the tokenizer to a folder first"
+        "'tiktoken:<rank file>', got a path that does not exist; save the tokenizer to a folder, "
+        f"or write hf:NAME to download it from the Hugging Face hub{suggestion(spec)}"
     )
 
 

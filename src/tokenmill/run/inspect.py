@@ -15,6 +15,7 @@ from tokenmill.documents.units import RULES
 from tokenmill.encode import NOTES, WAYS_OUT
 from tokenmill.encode.chat.template import ChatTemplate, load_template
 from tokenmill.encode.files import spec_of_copy
+from tokenmill.encode.hub import local_spec
 from tokenmill.encode.tokenizer import (
     TOKENS_AROUND,
     Tokenizer,
@@ -268,7 +269,12 @@ def named_bins(counts: Int64Array) -> dict[str, int]:
 def _tokenizer_specs(store: Store) -> list[str]:
     """Return where the tokenizer of a store may be: the copy beside it, and where it was then."""
     copied = spec_of_copy(Path(store.path) / TOKENIZER_FOLDER)
-    return [*([copied] if copied else []), str(store.manifest.recipe.get("tokenizer", "bytes"))]
+    named = str(store.manifest.recipe.get("tokenizer", "bytes"))
+    try:
+        specs = [local_spec(named, download=False)]  # a manifest may come from anybody, so it causes no download
+    except TokenizerError:
+        specs = []
+    return [*([copied] if copied else []), *specs]
 
 
 def template_of(store: Store) -> ChatTemplate | None:

@@ -122,7 +122,7 @@ def test_worker_processes_that_are_not_forked_open_the_store_again(folder):
 
 
 def test_a_tokenizer_is_not_downloaded_and_must_have_an_eos(folder, tmp_path):
-    with pytest.raises(TokenizerError, match="nothing is downloaded"):
+    with pytest.raises(TokenizerError, match="did you mean 'hf:gpt2'"):
         HuggingFaceDataset(str(folder), "train", "words", 16, "gpt2", cache_dir=str(tmp_path / "stores"))
     plain = tmp_path / "tokenizer.json"
     plain.write_bytes(msgspec.json.encode(_without_eos()))

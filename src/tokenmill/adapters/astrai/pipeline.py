@@ -16,6 +16,7 @@ from tokenmill.adapters.astrai.layout import withheld
 from tokenmill.adapters.astrai.store import refuse_unknown
 from tokenmill.build import PrepareOptions, PrepareReport, prepare
 from tokenmill.build.cached import cached_store
+from tokenmill.encode.hub import local_spec
 from tokenmill.encode.tokenizer import Framing
 from tokenmill.errors import ConfigError
 from tokenmill.tables import is_address, read_json
@@ -62,7 +63,7 @@ class Pipeline:
         self.output_dir = output_dir
         self.tokenizer_path = os.fspath(tokenizer_path)
         if recipe.framing == Framing():
-            recipe = replace(recipe, framing=framing_of(recipe, Path(self.tokenizer_path)))
+            recipe = replace(recipe, framing=framing_of(recipe, Path(local_spec(self.tokenizer_path))))
         if recipe.fim is None:
             # AstrAI's dtype; without it, ids would have the smallest that holds the vocabulary.
             dtypes = {key: "uint32" for key in recipe.arrays if key in TOKEN_KEYS} | dict(recipe.output.dtypes)

@@ -36,6 +36,7 @@ from tokenmill.encode.chat.tracked import (
     tojson,
 )
 from tokenmill.encode.files import CONFIG, SIBLINGS, JsonFile, is_beside, kind_of, read_object, read_tokenizer_file
+from tokenmill.encode.hub import local_spec
 from tokenmill.encode.tokenizer import Vocabulary, bytes_vocabulary
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.fingerprint import digest
@@ -219,7 +220,7 @@ def _find(folder: Path, name: str) -> tuple[str, str] | None:
 def _folder(tokenizer: str | None) -> Path | None:
     if tokenizer is None or kind_of(tokenizer) not in ("tokenizer.json", "sentencepiece"):
         return None
-    path = Path(tokenizer)
+    path = Path(local_spec(tokenizer))
     return path if path.is_dir() else path.parent
 
 
