@@ -32,7 +32,7 @@ PACKINGS = [
     {"packing": "concat"},
     {"packing": "concat", "cross_document_labels": True},
 ]
-CUTS = [{"on_long": "truncate_end"}, {"split": "truncate_start"}, {}]
+CUTS = [{"on_long": "truncate_end"}, {"on_long": "truncate_start"}, {}]
 LONGEST = 14
 """Tokens of an array of a record; a row of a run that cuts none has room for them."""
 
