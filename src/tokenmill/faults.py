@@ -84,7 +84,7 @@ _PRIVATE_FIXED_ANONYMOUS = 0x32
 
 def _answer_signals() -> bool:
     """See that the signal comes to us; others may have asked for it since, as torch does in its workers."""
-    if sys.platform != "linux" or sys.maxsize < 1 << 62:
+    if sys.platform != "linux" or sys.maxsize < 1 << 62 or not hasattr(signal, "SIGBUS"):
         return False
     libc, address = _native()
     current = _Action()

@@ -287,7 +287,7 @@ class _Worker:
         with self._lock:
             code = self.process.returncode
             # A template that takes too long takes as long again.
-            if self._is_closed or code is None or code >= 0 or code == -signal.SIGPROF:
+            if self._is_closed or code is None or code >= 0 or code == -_SIGPROF:
                 return False
             self._reap()
             self._start()
@@ -330,8 +330,8 @@ class _Worker:
         code = self.process.wait()
         how = f"exit code {code}" if code >= 0 else f"an end by {signal.Signals(-code).name}"
         why = {
-            -signal.SIGKILL: " (the system does this when memory runs out)",
-            -signal.SIGPROF: f" (a chat template took {3 * tracked.MAX_SECONDS:g} s for one render)",
+            -_SIGKILL: " (the system does this when memory runs out)",
+            -_SIGPROF: f" (a chat template took {3 * tracked.MAX_SECONDS:g} s for one render)",
         }.get(code, "")
         path = task.unit.pieces[0].file.path
         return WorkerLostError(
@@ -341,6 +341,8 @@ class _Worker:
 
 
 _JOB = b"job "
+_SIGKILL, _SIGPROF = (getattr(signal, name, 0) for name in ("SIGKILL", "SIGPROF"))
+"""Windows has neither: there a process ends with a code."""
 """Starts a line that is a job, for the units that follow it."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import tempfile
@@ -153,7 +152,7 @@ def _prove_resume(folder: Path) -> tuple[str, str]:
     with subprocess.Popen(_batches(folder, "--state", str(state)), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         before = [process.stdout.readline().rstrip("\n") for _ in range(KILL_AFTER)]
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         before += process.stdout.read().splitlines()
     after = _digests(folder, "--world-size", "2", "--state", str(state))
     straight = _digests(folder)

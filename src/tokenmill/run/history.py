@@ -554,12 +554,14 @@ def _keep(folder: Path, number: str, plan: PlanRecord) -> None:
 
 def _append(file: Path, edit: Edit) -> None:
     """Add a line in one write, so that those of several processes never mix."""
+    from tokenmill.store.layout import read_at
+
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    descriptor = os.open(file, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
     try:
         line = msgspec.json.encode(edit) + b"\n"
         size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        if size and read_at(descriptor, 1, size - 1) != b"\n":
             line = b"\n" + line  # a line that a full disk cut short stays alone
         os.write(descriptor, line)
     finally:

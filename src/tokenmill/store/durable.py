@@ -67,22 +67,26 @@ def new_file(file: Path) -> Iterator[int]:
     """
     descriptor, temporary = tempfile.mkstemp(prefix=f".tmp-{file.stem}-", dir=file.parent)
     try:
-        os.fchmod(descriptor, 0o644)  # others may read the data, so they may read what is made of it
-        with writing(file):
-            yield descriptor
-            os.fsync(descriptor)
+        try:
+            os.chmod(temporary, 0o644)  # others may read the data, so they may read what is made of it
+            with writing(file):
+                yield descriptor
+                os.fsync(descriptor)
+        finally:
+            os.close(descriptor)  # Windows renames no file that is open
         os.replace(temporary, file)
         sync_folder(file.parent)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    finally:
-        os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:
     """Make the names in a folder, or the content of a file, survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
+    opens_folders = hasattr(os, "O_DIRECTORY")  # Windows does not; there a file must be open for writing, too
+    if not opens_folders and path.is_dir():
+        return
+    descriptor = os.open(path, os.O_RDONLY if opens_folders else os.O_RDWR)
     try:
         with writing(path):
             os.fsync(descriptor)
@@ -113,11 +117,19 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
+_LONGEST_WRITE = 1 << 30
+"""Bytes of one write on Windows, where longer ones fail."""
+
+
 def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
     """Write bytes at a place of a file, all of them: one call may take fewer, as on a disk that fills up."""
     view = memoryview(data).cast("B")
     while view.nbytes:
-        written = os.pwrite(descriptor, view, at)
+        if hasattr(os, "pwrite"):
+            written = os.pwrite(descriptor, view, at)
+        else:  # on Windows
+            os.lseek(descriptor, at, os.SEEK_SET)
+            written = os.write(descriptor, view[:_LONGEST_WRITE])
         view, at = view[written:], at + written
 
 
@@ -335,6 +347,8 @@ def _start_of(number: int) -> str:
             return ""
     except (OSError, IndexError):
         pass
+    if os.name == "nt":  # where signal 0 is Ctrl-C
+        return "alive"
     try:  # a system without /proc
         os.kill(number, 0)
     except ProcessLookupError:
@@ -546,7 +560,7 @@ def _beat(file: Path, token: str, released: threading.Event) -> None:
             descriptor = os.open(file, os.O_RDWR)
             try:
                 if msgspec.json.decode(os.read(descriptor, 4096), type=Holder).token == token:
-                    os.utime(descriptor)
+                    os.utime(descriptor if os.utime in os.supports_fd else file)
             except ValueError:
                 pass
             finally:

@@ -368,13 +368,25 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     return manifest
 
 
+_OPEN_FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
+"""Windows has no links to follow and no pipes to wait for here, but changes line ends of what is not binary."""
+
+
+def read_at(descriptor: int, size: int, place: int) -> bytes:
+    """Return bytes of a file from a place on, fewer at its end. Only one thread may use the descriptor."""
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, size, place)
+    os.lseek(descriptor, place, os.SEEK_SET)  # on Windows
+    return os.read(descriptor, size)
+
+
 def open_plain(file: Path) -> tuple[int, int]:
     """Open a plain file: a link may lead anywhere, and a pipe keeps its reader waiting.
 
     Return its descriptor, which the caller closes, and its size.
     """
     try:
-        descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+        descriptor = os.open(file, _OPEN_FLAGS)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise

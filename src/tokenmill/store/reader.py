@@ -313,7 +313,13 @@ def read_range(request: Request, begin: int, size: int) -> Uint8Array:
     with _open_checked(request) as descriptor:
         filled = 0
         while filled < size:  # the system reads at most 2 GB at a time
-            count = os.preadv(descriptor, [data[filled:].data], request.begin + begin + filled)
+            place = request.begin + begin + filled
+            if hasattr(os, "preadv"):
+                count = os.preadv(descriptor, [data[filled:].data], place)
+            else:  # on Windows
+                part = layout.read_at(descriptor, min(size - filled, _BLOCK_BYTES), place)
+                count = len(part)
+                data[filled : filled + count] = np.frombuffer(part, np.uint8)
             if count == 0:
                 raise StoreCorruptError(f"{request.path}: must have {request.bytes} bytes, got fewer; {WAY_OUT}")
             filled += count
@@ -377,8 +383,10 @@ def sparse_map(path: str, size: int) -> MappedFile:
     """Return memory of a file's size, of which nothing is taken before it is written to."""
     if not size:
         return MappedFile(path, np.empty(0, np.uint8), 0)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
-    mapping = mmap.mmap(-1, size, flags=flags)
+    if hasattr(mmap, "MAP_ANONYMOUS"):
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    else:  # on Windows
+        mapping = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):
             mapping.madvise(mmap.MADV_NOHUGEPAGE)  # or a page of 4 KiB would take 2 MiB

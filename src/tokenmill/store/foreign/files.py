@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError
-from tokenmill.store.layout import MANIFEST, is_ours, stores_below
+from tokenmill.store.layout import MANIFEST, is_ours, read_at, stores_below
 from tokenmill.store.reader import FileRequest, read_range
 from tokenmill.store.writer import H5_MAGIC
 from tokenmill.tables import check_option, path_of
@@ -414,12 +414,12 @@ def sample_blocks(path: Path, begin: int, size: int) -> Iterator[tuple[int, byte
     places = [last * i // (SAMPLE_BLOCKS - 1) & ~7 for i in range(SAMPLE_BLOCKS)]
     if size <= SAMPLE_BLOCKS * SAMPLE_BYTES:
         places = list(range(0, size, SAMPLE_BYTES))
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         for place in places:
             # The last block may begin up to 7 bytes early, so it is read to the end.
             wanted = size - place if place >= last else SAMPLE_BYTES
-            yield place, os.pread(descriptor, wanted, begin + place)
+            yield place, read_at(descriptor, wanted, begin + place)
     finally:
         os.close(descriptor)
 

@@ -37,7 +37,7 @@ from tokenmill.store.reader import (
 )
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, overwritten, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
-from tokenmill.store.remote.mirror import Mirror, Wanted, warn_unused
+from tokenmill.store.remote.mirror import Mirror, Wanted, check_platform, warn_unused
 from tokenmill.store.verify import missing_sums, read_sums, sums_file
 from tokenmill.types import Uint64Array
 
@@ -427,6 +427,7 @@ def open_remote(text: str, network: Network) -> RemoteFiles:
     """Read the manifest of the store at an address; it is asked for each time, and kept with what it lists."""
     options = network.options
     address = parse_address(text, options)
+    check_platform(str(address))
     client = Client(address, options)
     try:
         with ThreadPoolExecutor(3) as pool:  # with it what is wanted next, for a round trip less

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
-import fcntl
 import json
 import logging
 import os
@@ -31,11 +30,17 @@ from typing import Any
 
 import numpy as np
 
+from tokenmill.errors import StoreError
 from tokenmill.store.durable import locked, write_all, write_atomically
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.store.remote.fetch import MAX_REQUEST_BYTES, Network, RemoteObjects, gathered
 from tokenmill.store.verify import wrong_page
 from tokenmill.types import BoolArray, Int64Array, Uint8Array, Uint32Array, Uint64Array, counted_from
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("tokenmill")
 ABSENT, HERE, UNPROVEN = 0, 1, 2
@@ -55,6 +60,15 @@ SHORT_WAIT = 0.1
 _FLOCK = struct.Struct("hhqqi4x" if struct.calcsize("P") == 8 else "hhqqi")
 _NONE = np.empty(0, np.int64)
 _PUNCH = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+
+
+def check_platform(address: str) -> None:
+    """Raise `StoreError` on a system that lacks the locks of the mirror, which only Linux has."""
+    if not hasattr(fcntl, "F_OFD_SETLK"):
+        raise StoreError(
+            f"{address}: stores in object storage can only be read on Linux, got {sys.platform}; copy the store "
+            "to a local disk and open that copy"
+        )
 
 
 @dataclass(frozen=True, eq=False, slots=True)
