@@ -13,6 +13,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from tokenmill.hooks import attach
+
 if TYPE_CHECKING:
     from tokenmill.build import PrepareOptions as PrepareOptions
     from tokenmill.build import prepare as prepare
@@ -70,6 +72,9 @@ _HOMES = {
     "upload": "tokenmill.store.remote.upload",
     "verify": "tokenmill.store",
 }
+
+# What methods of lower rooms call in higher ones.
+attach({"text_of": "tokenmill.run.inspect"})
 
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604 - the names of one table, listed once
 

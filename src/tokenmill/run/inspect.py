@@ -338,6 +338,19 @@ def why_no_texts(store: Store) -> str | None:
     return f"{store.where}: no text can be shown, as {gone}; name its tokenizer with tokenizer=..."
 
 
+def text_of(store: Store, ids: AnyArray) -> str:
+    """Return token ids as text by the tokenizer kept with a store, which is opened once."""
+    if "tokenizer" not in store.opened:
+        store.opened["tokenizer"] = tokenizer_of(store)
+    tokenizer: Tokenizer | None = store.opened["tokenizer"]
+    if tokenizer is None:
+        raise TokenizerError(
+            f"{store.where}: no text without its tokenizer: {store.manifest.recipe.get('tokenizer', 'unknown')!r}; "
+            "decode `ids` with tokenmill.open_tokenizer(...)"
+        )
+    return tokenizer.decode(ids)
+
+
 def has_chat_template(recipe: Mapping[str, Any]) -> bool:
     """Whether records were, or could be, written by a chat template, which places BOS and EOS itself."""
     return isinstance(recipe.get("recipe", {}).get("chat_template"), dict)

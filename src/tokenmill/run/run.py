@@ -278,7 +278,10 @@ class Run:
         remote = [source for source in stored if any(map(is_address, _places(source.store)))]
         with ThreadPoolExecutor(max(1, len(remote))) as pool:
             remote_stores = dict(zip((source.name for source in remote), pool.map(opened, remote), strict=True))
-        stores = {source.name: remote_stores.get(source.name) or opened(source) for source in stored}
+        stores = {
+            source.name: remote_stores[source.name] if source.name in remote_stores else opened(source)
+            for source in stored
+        }
         live = {source.name: source.tokenizer for source in self.config.sources}
         _check_tokenizers(
             {name: _tokenizer_of(store) for name, store in stores.items()}

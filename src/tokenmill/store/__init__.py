@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from tokenmill.store.layout import Manifest, ShardInfo, read_manifest
 from tokenmill.store.notes import Origin
 from tokenmill.store.reader import Store, open_store
+from tokenmill.store.records import Record, RecordSlice
 from tokenmill.store.verify import VerifyReport, check_store, verify
 from tokenmill.store.writer import StoreSpec, StoreWriter
 
@@ -40,6 +41,8 @@ __all__ = [
     "ImportReport",
     "Manifest",
     "Origin",
+    "Record",
+    "RecordSlice",
     "ShardInfo",
     "Store",
     "StoreSpec",

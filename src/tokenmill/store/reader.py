@@ -28,6 +28,7 @@ from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreErr
 from tokenmill.faults import forget, num_faults, watch
 from tokenmill.store import layout
 from tokenmill.store.layout import WAY_OUT
+from tokenmill.store.records import Records
 from tokenmill.tables import is_address, path_of
 from tokenmill.types import AnyArray, Int64Array, RemoteOptions, Uint8Array, natural_key
 
@@ -433,7 +434,7 @@ class Axis:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
-class Store:
+class Store(Records):
     """An open store: the manifest in memory, everything else read when asked for.
 
     Opening costs one small file whatever the number of shards, and memory grows with shards, never
@@ -452,6 +453,8 @@ class Store:
     """What proves every page of its files when it is read, if that is wanted of a store on disk."""
     remotes: tuple[RemoteFiles, ...] = ()
     """Where its files are in object storage; `path` is then the folder of this machine that has its small files."""
+    opened: dict[str, Any] = field(default_factory=dict, compare=False)
+    """What was opened once to decode its ids."""
 
     def __repr__(self) -> str:
         """Say in a line what it holds: the manifest alone may have thousands of shards."""
