@@ -11,6 +11,7 @@ import tokenmill as tm
 from tokenmill.errors import PlanError, TokenizerError
 from tokenmill.store import open_store
 from tokenmill.store.reader import join_stores
+from tokenmill.store.remote.upload import upload
 
 TEXTS = [f"a mill grinds {number} stones" for number in range(12)]
 
@@ -112,3 +113,63 @@ def test_conversations_and_pairs_have_masks_and_texts(tmp_path):
     assert record.masks.keys() == {"chosen_mask", "rejected_mask"}
     assert record.mask.sum() == record.masks["chosen_mask"].sum() > 0
     assert record.text == record.texts["chosen"]
+
+
+def test_find_returns_the_documents_with_a_kept_field(web):
+    found = web.find(url="https://a.b/1")
+    assert (found.dtype, found.tolist()) == (np.dtype(np.int64), [1, 10])
+    assert web.find(url=["https://a.b/1", "https://a.b/7", "nowhere"]).tolist() == [1, 7, 10]
+    assert web.find(url="https://a.b/1", id=10).tolist() == [10]
+    assert web.find(id=np.arange(3)).tolist() == [0, 1, 2]
+    assert web.find(url="https://a.b").tolist() == []
+
+
+@pytest.mark.parametrize("value", ["3", 3.5, True])
+def test_find_tells_a_number_from_its_text(web, value):
+    assert web.find(id=value).tolist() == []
+
+
+def test_find_names_a_field_that_is_not_kept(web):
+    with pytest.raises(tm.ConfigError, match=r"unknown field 'urls'; did you mean 'url'\?"):
+        web.find(urls="x")
+    with pytest.raises(tm.ConfigError, match="no field to look for"):
+        web.find()
+    with pytest.raises(tm.ConfigError, match="id: expected text or a number, got None"):
+        web.find(id=None)
+
+
+def test_find_in_a_store_without_kept_fields_says_how_to_keep_them(small_store):
+    with pytest.raises(tm.ConfigError, match=r"keeps no fields; prepare it again with --keep url"):
+        open_store(small_store).find(url="x")
+
+
+@pytest.mark.parametrize("text", ["plain", "üñí", 'a "quoted" \\ text', "x" * 1000])
+def test_find_finds_any_text(tmp_path, text):
+    rows = [{"text": "a", "id": other} for other in ("", text, text + "!")]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = tm.PrepareOptions(keep=("id",))
+    tm.prepare(tmp_path / "in.jsonl", out=tmp_path / "s", tokenizer="bytes", options=options, progress=False)
+    assert open_store(tmp_path / "s").find(id=text).tolist() == [1]
+
+
+def test_find_looks_through_all_shards_and_joined_stores(web, tmp_path):
+    rows = [{"text": "last " * 9, "url": f"https://a.b/{number}", "day": number} for number in range(40)]
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = tm.PrepareOptions(keep=("url", "day"), max_tokens_per_shard=500)
+    tm.prepare(tmp_path / "b.jsonl", out=tmp_path / "b", tokenizer="bytes", options=options, progress=False)
+    other = open_store(tmp_path / "b")
+    assert other.num_shards > 2
+    assert other.find(url=["https://a.b/39", "https://a.b/0"]).tolist() == [0, 39]
+    joined = join_stores([web, other])
+    assert joined.find(url="https://a.b/8").tolist() == [8, 20]
+    assert joined.find(day=39).tolist() == [51]
+    with pytest.raises(tm.ConfigError, match="unknown field 'hour'"):
+        joined.find(hour=1)
+
+
+def test_records_and_fields_of_a_remote_store(web, tmp_path):
+    address = f"file://{tmp_path}/remote"
+    upload(web.path, address)
+    remote = open_store(address)
+    assert remote.find(url="https://a.b/1").tolist() == [1, 10]
+    assert (words(remote[10].text), remote[10].fields["id"]) == (TEXTS[10], 10)

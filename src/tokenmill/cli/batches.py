@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import islice
 from math import gcd
@@ -19,6 +20,7 @@ from tokenmill.tables import MAX_CONFIG_BYTES, read_bytes
 
 if TYPE_CHECKING:
     from tokenmill.loader import Loader
+    from tokenmill.plan.plan import RowUse
     from tokenmill.store import Origin
 
 
@@ -234,26 +236,53 @@ def _shown(origin: Origin) -> str:
 def when(
     run: ui.RunFile,
     source: Annotated[str, typer.Option(help="Name of the source.")],
-    document: Annotated[int, typer.Option(help="Index of the document in the source, from 0.")],
+    document: Annotated[
+        int | None, typer.Option(help="Index of the document in the source, from 0.", show_default=False)
+    ] = None,
+    find: ui.Find = None,
     json: ui.AsJson = False,
     world_size: ui.WorldSize = None,
 ) -> None:
     """List all steps at which a document is seen, past and future."""
+    from tokenmill.run.uses import source_store
+
+    if (document is None) == (find is None):
+        raise ConfigError("when: expected one of --document and --find; for example --find url=https://...")
     opened = ui.open_run(run, world_size)
-    uses = opened.plan().when(source, document)
-    origin = opened.stores[source].origin(document)
+    plan = opened.plan()
+    documents = [document] if document is not None else []
+    if find is not None:
+        with ui.busy("reading kept fields"):
+            documents = ui.find_documents(source_store(opened, source), find)
+    found = []
+    for number in documents:
+        uses = plan.when(source, number)
+        found.append((number, opened.stores[source].origin(number), uses))
     if json:
-        listed = [
-            {
-                "step": use.step,
-                "slot": use.slot,
-                "row": use.row,
-                "spans": [{"start": span.start, "length": span.length} for span in use.spans],
-            }
-            for use in uses
-        ]
-        ui.print_json({"source": source, "document": document, "origin": origin, "uses": listed})
-        return
+        shown = [_uses_json(source, *each) for each in found]
+        ui.print_json(shown[0] if find is None else shown)
+    else:
+        for each in found:
+            _show_uses(source, *each)
+    if not found:
+        ui.show_error(f"no document of {source!r} has {find}; check the value with `tokenmill inspect`")
+        raise typer.Exit(1)
+
+
+def _uses_json(source: str, document: int, origin: Origin, uses: Sequence[RowUse]) -> dict[str, Any]:
+    listed = [
+        {
+            "step": use.step,
+            "slot": use.slot,
+            "row": use.row,
+            "spans": [{"start": span.start, "length": span.length} for span in use.spans],
+        }
+        for use in uses
+    ]
+    return {"source": source, "document": document, "origin": origin, "uses": listed}
+
+
+def _show_uses(source: str, document: int, origin: Origin, uses: Sequence[RowUse]) -> None:
     rows = [
         (use.step, use.slot, use.row, ", ".join(f"{s.start}:{s.start + s.length}" for s in use.spans))
         for use in uses

@@ -134,9 +134,22 @@ Format = Annotated[str | None, typer.Option(help="Format of files of other proje
 TextsBy = Annotated[
     str | None, typer.Option("--tokenizer", help="What to show texts with; default: the copy kept with the store.")
 ]
+Find = Annotated[
+    str | None, typer.Option(metavar="FIELD=VALUE", help="Look for documents by a kept field, such as url=...")
+]
 
 
 # What commands read
+
+
+def find_documents(store: Store, text: str) -> list[int]:
+    """Return the documents that --find means."""
+    from tokenmill.store.records import keys_of_text, matches
+
+    field, equals, value = text.partition("=")
+    if not equals or not field:
+        raise ConfigError(f"--find: expected FIELD=VALUE, got {text!r}; for example url=https://example.org")
+    return [document for document, _ in matches(store, {field: keys_of_text(field, value)})]
 
 
 def tokenizer_for(store: Store, spec: str | None) -> Tokenizer | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,7 +20,7 @@ from tokenmill.view.tables import fates, store_tables
 if TYPE_CHECKING:
     from tokenmill.run.inspect import Example
     from tokenmill.run.run import Run
-    from tokenmill.store import ForeignOptions, VerifyReport
+    from tokenmill.store import ForeignOptions, Store, VerifyReport
 
 MAX_TOKENS = 1000
 """Tokens of a document that are listed."""
@@ -39,6 +40,7 @@ def inspect(
     document: Annotated[
         int | None, typer.Option(help="Show this document alone: where it came from, its tokens and masks.")
     ] = None,
+    find: ui.Find = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed by which two of the examples are drawn.")] = 0,
     html: Annotated[
         Path | None, typer.Option(help="Also write it as one HTML page that needs nothing else.")
@@ -64,6 +66,9 @@ def inspect(
         _inspect_document(path, options, document, tokenizer, json=json)
         return
     run = _open_run(path, options) if is_config(path) else None
+    if find is not None:
+        _show_found(run.stores if run else open_stores(path, options), find, tokenizer, json=json)
+        return
     counted = report(run.plan()) if run else None
     shown = []
     with ui.busy("reading lengths and masks"):
@@ -134,6 +139,32 @@ def _inspect_document(
         ui.print_table(f"{part.key}: {len(lines):,} tokens", columns, lines[:MAX_TOKENS])
         if len(lines) > MAX_TOKENS:
             ui.print_line(f"{len(lines) - MAX_TOKENS:,} more tokens; --json has them all")
+
+
+def _show_found(stores: Mapping[str, Store], find: str, tokenizer: str | None, *, json: bool) -> None:
+    """Print the documents with a kept field: number, origin and the beginning of the text."""
+    from tokenmill.run.inspect import excerpt
+    from tokenmill.types import Span
+
+    found: list[dict[str, Any]] = []
+    for name, store in stores.items():
+        with ui.busy("reading kept fields"):
+            documents = ui.find_documents(store, find)
+        decoder = ui.tokenizer_for(store, tokenizer) if documents else None
+        for document in documents:
+            begin, end = store.document_bounds(document)
+            span = Span(document=document, start=0, length=end - begin)
+            text = None if decoder is None else excerpt(store, span, decoder, 40)
+            found.append({"store": name, "document": document, "origin": store.origin(document), "text": text})
+    if json:
+        ui.print_json(found)
+    for each in () if json else found:
+        ui.print_line(f"document {each['document']} of {each['store']}, from {ui.printable(str(each['origin']))}")
+        if each["text"] is not None:
+            ui.print_line(f"  {ui.printable(each['text'])}")
+    if not found:
+        ui.show_error(f"no document has {find}; the value must be the whole of the kept field")
+        raise typer.Exit(1)
 
 
 def _token(text: str | None, control: bool) -> str | None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tokenmill.run.reading import Link, Prices, ReadingReport
     from tokenmill.run.report import RunReport
     from tokenmill.run.starter import Stores
+    from tokenmill.run.uses import BatchRow
     from tokenmill.store import Store
     from tokenmill.store.remote.fetch import Network
 
@@ -511,6 +512,26 @@ class Run:
         """Choices of delivery that change what a batch holds."""
         run = self.config.run
         return {"positions": run.positions} | ({"horizon": str(run.horizon)} if run.horizon > 1 else {})
+
+    def what(self, step: int) -> tuple[BatchRow, ...]:
+        """Return the rows of the global batch of a step, with the text and origin of each span.
+
+        >>> run.what(5)[0].spans[0].text[:20]
+        'Once upon a time the'
+        """
+        from tokenmill.run.uses import with_texts
+
+        return with_texts(self, self.plan().what(step))
+
+    def when(self, source: str, document: int | None = None, **fields: object) -> tuple[BatchRow, ...]:
+        """Return every use of a document by a source, or of all documents with some kept fields.
+
+        >>> [row.step for row in run.when("web", url="https://example.org/17")]
+        [3, 104]
+        """
+        from tokenmill.run.uses import find_uses
+
+        return find_uses(self, source, document, fields)
 
     def lr_schedule(
         self,

@@ -1,15 +1,19 @@
-"""Documents and records of a store as Python objects: one by its number, a lazy slice, or all in order."""
+"""Documents and records of a store as Python objects: by number, as a lazy slice, in order, by a kept field."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
 
-from tokenmill.errors import PlanError, whole
+import msgspec
+import numpy as np
+
+from tokenmill.errors import ConfigError, PlanError, nearest, whole
 from tokenmill.hooks import attached
 from tokenmill.store.layout import token_keys
-from tokenmill.types import MASK_KEYS, STORED_ARRAYS
+from tokenmill.types import MASK_KEYS, STORED_ARRAYS, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.store.notes import Origin
@@ -117,6 +121,23 @@ class Records:
         """Yield all records in order."""
         return (self[document] for document in range(len(self)))
 
+    def find(self, **fields: object) -> Int64Array:
+        """Return the numbers of the documents whose kept fields have these values, in order.
+
+        All kept fields are read, in blocks, and no token. A text of more than 1,000 characters is stored shortened:
+        pass it as it is stored.
+
+        Args:
+            fields: Value of each field, such as `url="https://..."`; a list or set matches any of its values. A
+                document must match all fields. For a field like `meta.url`, pass `**{"meta.url": ...}`.
+
+        Raises:
+            ConfigError: The store does not keep such a field.
+        """
+        store = cast("Store", self)
+        wanted = {name: {key_of(name, value) for value in _values(given)} for name, given in fields.items()}
+        return np.array([document for document, _ in matches(store, wanted)], np.int64)
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RecordSlice:
@@ -147,6 +168,57 @@ class RecordSlice:
     def __iter__(self) -> Iterator[Record]:
         """Yield the records in order."""
         return (self.store[document] for document in self.documents)
+
+
+def matches(store: Store, wanted: Mapping[str, Collection[bytes]]) -> Iterator[tuple[int, dict[str, bytes]]]:
+    """Yield the documents whose kept fields have one of the wanted values each, see `key_of`, and these values."""
+    from tokenmill.store.notes import kept_fields  # late: notes are read by maps themselves
+
+    if not wanted:
+        raise ConfigError('find: no field to look for; pass one, such as url="https://..."')
+    kept = store.manifest.recipe.get("keep") or []
+    # The recipe is that of the first store, where several were joined.
+    joined = any("/" in shard.name for shard in store.manifest.shards)
+    missing = [name for name in wanted if name not in kept]
+    if missing and not joined:
+        raise _unknown(store, missing[0], kept)
+    for document, fields in enumerate(kept_fields(store, 0, store.num_documents) if store.num_documents else ()):
+        if missing:
+            missing = [name for name in missing if name not in fields]
+        keys = {name: key_of(name, fields[name]) for name in wanted if name in fields}
+        if len(keys) == len(wanted) and all(keys[name] in values for name, values in wanted.items()):
+            yield document, keys
+    if missing:
+        raise _unknown(store, missing[0], kept)
+
+
+def _unknown(store: Store, name: str, kept: Collection[str]) -> ConfigError:
+    return ConfigError(
+        f"{store.where}: unknown field {name!r}; "
+        + nearest(name, kept, f"it keeps {', '.join(kept) or 'no fields'}; prepare it again with --keep {name}")
+    )
+
+
+def key_of(name: str, value: object) -> bytes:
+    """Return one text for equal values of a kept field; the text "1", the number 1 and True are three values."""
+    value = value.item() if isinstance(value, np.generic) else value
+    if isinstance(value, str):
+        return b'"' + value.encode("utf-8", "surrogatepass")
+    if isinstance(value, bool | int | float | list | dict):
+        return msgspec.json.encode(value, order="sorted")
+    raise ConfigError(f"find: {name}: expected text or a number, got {value!r}; pass the value that was kept")
+
+
+def keys_of_text(name: str, text: str) -> set[bytes]:
+    """Return the values that a text may stand for where only texts can be written: itself, or a number."""
+    keys = {key_of(name, text)}
+    with suppress(ValueError):  # it is no number
+        keys.add(key_of(name, msgspec.json.decode(text, type=bool | int | float)))
+    return keys
+
+
+def _values(given: object) -> Collection[object]:
+    return given if isinstance(given, list | tuple | set | frozenset | np.ndarray) else (given,)
 
 
 def _place(store: Store, index: int, size: int) -> int:
