@@ -66,3 +66,69 @@ def test_when_names_an_unknown_source_and_a_value_that_no_document_has(tokenmill
     assert "unknown source: 'wob'; did you mean 'web'?" in outcome.err
     outcome = tokenmill("when", found_run, "--source", "web", "--find", "id=99")
     assert (outcome.code, "no document of 'web' has id=99" in outcome.err) == (1, True)
+
+
+def quarantined(tokenmill, run, *more, urls=("https://a.b/7", "https://a.b/12")):
+    (run.parent / "urls.txt").write_text("\n".join(urls) + "\n\n")
+    return tokenmill("quarantine", run, "--file", run.parent / "urls.txt", *more)
+
+
+def test_quarantine_by_url_edits_the_config_and_keeps_its_comments(tokenmill, found_run):
+    before = found_run.read_text()
+    outcome = quarantined(tokenmill, found_run, "--from-step", 3, "--reason", 'licence "x"')
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.lines[0] == "2 of 2 values of 'url' are in 3 documents of 'web'"
+    numbers = found_run.parent / "run-quarantine-web-1.txt"
+    assert numbers.read_text() == "7  # https://a.b/7\n12  # https://a.b/12\n27  # https://a.b/7\n"
+    edit = '[[quarantine]]\nsource = "web"\nfrom_step = 3\nfile = "run-quarantine-web-1.txt"\n'
+    assert found_run.read_text() == f'{before}\n\n{edit}reason = "licence \\"x\\""\n'
+    run = tm.Run.from_toml(found_run)
+    assert [use.step for number in (7, 12, 27) for use in run.plan().when("web", number) if use.step >= 3] == []
+    assert run.plan().fingerprint_at(3) == tm.Run.build(
+        str(found_run.parent / "web"), seq_len=32, global_batch_size=4, steps=12
+    ).plan().fingerprint_at(3)
+
+
+def test_a_second_quarantine_adds_what_is_new_and_leaves_the_first(tokenmill, found_run):
+    quarantined(tokenmill, found_run)
+    first = found_run.read_text()
+    again = quarantined(tokenmill, found_run)
+    assert (again.code, "nothing to add" in again.out, found_run.read_text()) == (0, True, first)
+    more = quarantined(tokenmill, found_run, "--json", urls=("https://a.b/7", "https://a.b/1")).json
+    assert (more["documents"], more["added"], more["missing"]) == (4, 2, [])
+    assert found_run.read_text().startswith(first)
+    assert (
+        found_run.parent / "run-quarantine-web-2.txt"
+    ).read_text() == "1  # https://a.b/1\n21  # https://a.b/1\n"
+
+
+def test_a_missing_url_stops_the_quarantine_unless_it_may(tokenmill, found_run):
+    before, urls = found_run.read_text(), ("https://a.b/3", "https://nowhere", "https://nowhere")
+    outcome = quarantined(tokenmill, found_run, urls=urls)
+    assert (outcome.code, found_run.read_text()) == (1, before)
+    assert "not found: https://nowhere" in outcome.err
+    assert "1 of 2 values of 'url' are in no document of 'web'" in outcome.err
+    assert list(found_run.parent.glob("*quarantine*")) == []
+    allowed = quarantined(tokenmill, found_run, "--skip-missing", "--json", urls=urls).json
+    assert (allowed["missing"], allowed["added"]) == (["https://nowhere"], 2)
+
+
+def test_quarantine_by_a_number_that_is_kept(tokenmill, found_run):
+    outcome = quarantined(tokenmill, found_run, "--field", "id", "--json", urls=("29", "0"))
+    assert (outcome.json["added"], outcome.json["values"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: 'quarantine = [{ source = "web", from_step = 1, documents = [1] }]\n' + text, "at its end"),
+        (lambda text: text.replace("steps = 12", "steps = 2"), "from_step must be below run.steps"),
+    ],
+)
+def test_a_quarantine_that_cannot_be_added_leaves_everything(tokenmill, found_run, change, message):
+    found_run.write_text(change(found_run.read_text()))
+    before = found_run.read_text()
+    outcome = quarantined(tokenmill, found_run, "--from-step", 3)
+    assert (outcome.code, found_run.read_text()) == (1, before)
+    assert message in outcome.err
+    assert list(found_run.parent.glob("*quarantine*")) == []

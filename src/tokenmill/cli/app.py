@@ -13,7 +13,7 @@ from tokenmill.cli import console as ui
 from tokenmill.cli.batches import batches, what, when
 from tokenmill.cli.demo import demo
 from tokenmill.cli.inspect import inspect, verify, view
-from tokenmill.cli.plan import diff, fork, plan
+from tokenmill.cli.plan import diff, fork, plan, quarantine
 from tokenmill.cli.prepare import export, import_, prepare, upload
 from tokenmill.cli.setup import doctor, init, warm
 from tokenmill.errors import FULL, TokenmillError
@@ -30,7 +30,7 @@ app = typer.Typer(
 # In the order of the data flow, as --help lists them.
 for command in (
     *(init, demo, prepare, import_, export, upload, inspect, verify),
-    *(plan, batches, what, when, diff, fork, view, warm, doctor),
+    *(plan, batches, what, when, diff, fork, quarantine, view, warm, doctor),
 ):
     app.command(command.__name__.strip("_"), no_args_is_help=command not in (demo, warm, doctor))(command)
 

@@ -15,8 +15,12 @@ from tokenmill.view.tables import plan_notes, plan_tables, reading_tables
 
 if TYPE_CHECKING:
     from tokenmill.run.compare import Difference
+    from tokenmill.run.quarantine import Quarantine
     from tokenmill.run.reading import ReadingReport
     from tokenmill.run.report import RunReport
+
+MAX_MISSING = 20
+"""Values without a document that are printed."""
 
 
 def plan(
@@ -184,6 +188,65 @@ def fork(
     ui.print_line(f"all batches before are those of {run} (fingerprint {fork.shared[:12]})")
     if not fork.edited:
         ui.print_line(f"so are all after it, until you edit stage {fork.stage!r}")
+
+
+def quarantine(
+    run: ui.RunFile,
+    file: Annotated[Path, typer.Option(metavar="URLS.txt", help="File with one value of the field per line.")],
+    source: Annotated[
+        str | None, typer.Option(help="Name of the source; default: the only one.", show_default=False)
+    ] = None,
+    field: Annotated[str, typer.Option(help="Kept field that the values are of.")] = "url",
+    from_step: Annotated[int, typer.Option(metavar="N", min=0, help="First step without the documents.")] = 0,
+    reason: Annotated[str, typer.Option(help="Reason, for the config and the history.")] = "",
+    skip_missing: Annotated[
+        bool, typer.Option("--skip-missing", help="Write the edit although values are in no document.")
+    ] = False,
+    json: ui.AsJson = False,
+) -> None:
+    """Put documents into quarantine by url, id or another kept field: edit RUN.toml.
+
+    Writes their numbers to a file next to RUN.toml and adds a [[quarantine]] that names it. The exit code is 1 if a
+    value is in no document; nothing is written then.
+    """
+    from tokenmill.run.quarantine import quarantine as add
+    from tokenmill.run.quarantine import read_values
+
+    values = read_values(file)
+    with ui.busy("reading kept fields"):
+        edit = add(
+            run,
+            values,
+            source=source,
+            field=field,
+            from_step=from_step,
+            reason=reason,
+            skip_missing=skip_missing,
+        )
+    if json:
+        ui.print_json(edit)
+    else:
+        _show_quarantine(run, field, edit)
+    if edit.missing and not skip_missing:
+        ui.show_error(
+            f"nothing was written: {len(edit.missing):,} of {edit.values:,} values of {field!r} are in no document "
+            f"of {edit.source!r}; correct them, or pass --skip-missing"
+        )
+        raise typer.Exit(1)
+
+
+def _show_quarantine(run: Path, field: str, edit: Quarantine) -> None:
+    values = f"{edit.values - len(edit.missing):,} of {edit.values:,} values of {field!r}"
+    ui.print_line(f"{values} are in {edit.documents:,} documents of {edit.source!r}")
+    for value in edit.missing[:MAX_MISSING]:
+        ui.print_note(f"  not found: {ui.printable(value)}")
+    if len(edit.missing) > MAX_MISSING:
+        ui.print_note(f"  and {len(edit.missing) - MAX_MISSING:,} more; --json lists all")
+    if edit.file is not None:
+        ui.print_line(f"wrote {run.with_name(edit.file.name)}: {edit.added:,} documents")
+        ui.print_line(f"added to {run}:\n\n{ui.printable(edit.edit).replace('⏎', '').rstrip()}")
+    elif edit.documents and not edit.missing:
+        ui.print_line("nothing to add: all of them are in quarantine from that step on")
 
 
 def _weights(text: str) -> dict[str, float]:
