@@ -48,3 +48,15 @@ def test_when_names_what_it_needs(run):
         run.when("web", 3, url="u/3")
     with pytest.raises(IndexError, match="unknown source: 'wob'; did you mean 'web'"):
         run.when("wob", url="u/3")
+
+
+def test_batch_at_is_the_batch_of_the_step_and_leaves_the_position(run):
+    loader = run.loader(micro_batch=4)
+    batches = list(run.loader(micro_batch=4))
+    for step in (0, 11, 5):
+        batch = loader.batch_at(step)
+        assert batch.keys() == batches[step].keys()
+        assert all((batch[name] == batches[step][name]).all() for name in batch)
+    assert loader.step == 0
+    with pytest.raises(IndexError, match="12"):
+        loader.batch_at(12)

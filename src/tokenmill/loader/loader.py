@@ -233,7 +233,15 @@ class Loader:
         return self._first_batch[-1]
 
     def __getitem__(self, step: int) -> Batch:
-        """Return this rank's whole slice of the batch of a step; refused where a run draws from live text."""
+        """Return the same as `batch_at`."""
+        return self.batch_at(step)
+
+    def batch_at(self, step: int) -> Batch:
+        """Return this rank's whole slice of the batch of a step; the position of the loader stays as it is.
+
+        Raises:
+            PlanError: The run has no such step, or skips it, or reads live text, which has no batch before it is read.
+        """
         step = as_step(step)
         self._refuse_drawn(step)
         self._notice_fork()
