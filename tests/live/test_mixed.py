@@ -173,6 +173,36 @@ def test_a_source_says_which_rows_are_live(make_run, open_loaders):
     assert shares == {0: facts["web"], 1: facts["books"]}
 
 
+def test_metrics_have_what_is_known_of_live_text_also_after_a_resume(make_run, open_loaders):
+    run = make_run()
+    loaders = open_loaders(run, 2)
+    unread = loaders[0].metrics()
+    assert (unread["data/labels"], unread["data/padding"], unread["data/epochs/web"]) == (0, 0.0, 0.0)
+    _, state = draw(loaders, 19)
+    found, again = loaders[0].metrics(digest=True), open_loaders(run, 2, state=state)[0].metrics()
+    of_the_rank = ("data/waited", "data/tokens_per_second")
+    assert {name: value for name, value in found.items() if name not in of_the_rank} == {
+        name: value for name, value in again.items() if name not in of_the_rank
+    }
+    plan = run.plan()
+    rows = Counter(plan.sources[source] for step in range(19) for source in plan.rows(step)[0])
+    slots = Counter()
+    for step in range(19):
+        for source in plan.rows(step)[0]:
+            slots[plan.sources[source]] += plan.stage(step).row_slots
+    for name in ("web", "books"):
+        assert found[f"data/rows_by_source/{name}"] == rows[name]
+        assert found[f"data/tokens_by_source/{name}"] == slots[name]
+    assert found["data/tokens"] == slots.total()
+    assert found["data/labels_by_source/books"] == plan.seen(19)["books"].trained > 0
+    assert found["data/left_out/web"] == 0
+    lanes = loaders[0].lanes["web"]
+    read = [at.epoch + at.turn / lanes.num_turns(lane) for lane, at in lanes.positions().items()]
+    assert found["data/epochs/web"] == sum(read) / len(read) > 0
+    unknown = {"data/labels", "data/padding", "data/labels_by_source/web", "data/digest", "data/left_out/books"}
+    assert not unknown & found.keys()
+
+
 def test_skipped_steps_pass_over_the_rows_that_they_would_have_had(make_run, open_loaders):
     run, edited = make_run(), make_run("skip", rest='[[skip]]\nsteps = "5:11"\nreason = "spike"')
     whole, _ = draw(open_loaders(run))

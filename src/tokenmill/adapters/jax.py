@@ -100,6 +100,12 @@ class JaxLoader(Iterator[Any]):
         """What all ranks have been given before that step: input slots, and labels."""
         return self.loader.tokens_seen
 
+    def metrics(
+        self, *, prefix: str | None = None, labels: bool = True, texts: bool = False, digest: bool = False
+    ) -> dict[str, int | float | str]:
+        """Return where the run stands as a flat dict of numbers: `Loader.metrics`."""
+        return self.loader.metrics(prefix=prefix, labels=labels, texts=texts, digest=digest)
+
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader stands, as JSON."""
         return self.loader.state_dict()

@@ -24,6 +24,7 @@ from tokenmill.fingerprint import digest
 from tokenmill.loader import assemble
 from tokenmill.loader.drawn import DrawnSources, Lanes
 from tokenmill.loader.layout import DEAL, Dealer, RankSlice
+from tokenmill.loader.metrics import Meter, measure
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
 from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.plan import Plan, TokensSeen
@@ -202,15 +203,16 @@ class Loader:
         if is_drawn:
             self._check_drawn()
         self._explain = explain
-        self._first_batch = list(accumulate((self._num_batches(stage) for stage in plan.stages), initial=0))
+        self.first_batches = list(accumulate((self._num_batches(stage) for stage in plan.stages), initial=0))
         """Micro-batches before each stage, and of all."""
         self._pools: dict[tuple[int, ...], assemble.BufferPool] = {}
         self.announces = True
         """Whether the plan and its stages are logged; those of endless text say nothing to a reader."""
         self.num_drawn = 0
         """Micro-batches of the run that lie before the next one."""
-        self._waited = 0.0
-        self._jumps = 0
+        self.meter = Meter()
+        self.num_jumps = 0
+        """How often a state was loaded or a step gone to."""
         self._iterations = 0
         self._forks = _forks
         self._drawn = DrawnSources(plan, part, self.options) if is_drawn else None
@@ -230,7 +232,7 @@ class Loader:
 
     def __len__(self) -> int:
         """Return the number of micro-batches of the whole run; the same on every rank."""
-        return self._first_batch[-1]
+        return self.first_batches[-1]
 
     def __getitem__(self, step: int) -> Batch:
         """Return the same as `batch_at`."""
@@ -276,9 +278,9 @@ class Loader:
         """The next batch: its step, and how many of the step lie before it."""
         if self.num_drawn == len(self):
             return Position(step=self.plan.steps)
-        index = bisect_right(self._first_batch, self.num_drawn) - 1
+        index = bisect_right(self.first_batches, self.num_drawn) - 1
         stage = self.plan.stages[index]
-        steps, batch = divmod(self.num_drawn - self._first_batch[index], self.part.batches(stage))
+        steps, batch = divmod(self.num_drawn - self.first_batches[index], self.part.batches(stage))
         return Position(step=stage.spec.start_step + steps, batch=batch)
 
     @property
@@ -293,8 +295,29 @@ class Loader:
 
     @property
     def waited(self) -> float:
-        """Seconds that the caller had to wait for live text, or for object storage."""
-        return sum(lanes.waited for lanes in self.lanes.values()) + self._waited
+        """Seconds that the caller of an iteration has waited for its batches, whatever they are read from."""
+        return self.meter.waited
+
+    def metrics(
+        self, *, prefix: str | None = None, labels: bool = True, texts: bool = False, digest: bool = False
+    ) -> dict[str, int | float | str]:
+        """Return the progress of the run as a flat dict of numbers, for W&B, TensorBoard or MLflow.
+
+        docs/guides/metrics.md documents each key. Counts are those before the step of the next batch. They follow
+        from the plan and the step, so they are equal on all ranks and exact after a resume. Times are those of this
+        rank, and so are epochs of live text. Unknown values are left out.
+
+        Keys begin with `prefix`, by default `data/`. `labels=False` omits labels and padding, which are counted row
+        by row. `texts` adds the name of the stage and the fingerprint of the plan. `digest` reads the last global
+        batch again and adds its digest.
+        """
+        prefix = self.metrics_prefix if prefix is None else prefix
+        return measure(self, prefix, labels=labels, texts=texts, digest=digest)
+
+    @property
+    def metrics_prefix(self) -> str:
+        """Beginning of the keys of `metrics`."""
+        return "data/"
 
     @cached_property
     def network(self) -> Network | None:
@@ -308,14 +331,13 @@ class Loader:
         return self.network.options.horizon_bytes if self.network else 0
 
     def _wait(self, block: assemble.Block, ready: Callable[[], T]) -> T:
-        """Return what is made of a block, and note for how long its tokens kept the caller waiting."""
+        """Return what is made of a block, and note for how long the network kept the caller waiting."""
         if self.network is None or block.is_here:
             return ready()
         began = monotonic()
         try:
             return ready()
         finally:
-            self._waited += monotonic() - began
             self.network.waited(monotonic() - began)
 
     def describe(self) -> dict[str, Any]:
@@ -459,8 +481,8 @@ class Loader:
         else:
             stage = self.plan.stage(position.step)
             steps = position.step - stage.spec.start_step
-            self.num_drawn = self._first_batch[stage.index] + steps * self.part.batches(stage) + position.batch
-        self._jumps += 1
+            self.num_drawn = self.first_batches[stage.index] + steps * self.part.batches(stage) + position.batch
+        self.num_jumps += 1
 
     def _block(self, stage: Stage, first: int, count: int, *, ahead: bool = False) -> assemble.Block:
         """Find the rows of `count` micro-batches of a stage, from its `first`-th on."""
@@ -552,7 +574,7 @@ class Loader:
         The first ones are small, so that the first batch does not wait for rows that are needed much later.
         """
         rows = FIRST_BLOCK_ROWS
-        for stage, begin in zip(self.plan.stages, self._first_batch, strict=False):
+        for stage, begin in zip(self.plan.stages, self.first_batches, strict=False):
             first, end = max(0, drawn - begin), self._num_batches(stage)
             while first < end:
                 count = min(end - first, max(1, min(rows, self._block_rows(stage)) // self.part.micro_batch))
@@ -661,12 +683,14 @@ class _Batches(Iterator[Batch]):
                 "loader: there must be one iteration at a time, got a newer one; "
                 "go on with that, or make a second loader"
             )
-        if self._jumps != loader._jumps:
-            self._jumps = loader._jumps
+        if self._jumps != loader.num_jumps:
+            self._jumps = loader.num_jumps
             self._announce(loader)
             self._start()
+            loader.meter.begin(loader)
         elif loader.num_drawn == self._edge:
             self._announce(loader)
+        began = monotonic()
         try:
             batch = next(self._stream)
         except StopIteration:
@@ -674,12 +698,14 @@ class _Batches(Iterator[Batch]):
         except BaseException:
             self._jumps = -1  # a further `next` gives this batch, or the error again, not the end of the run
             raise
+        finally:
+            loader.meter.waited += monotonic() - began
         loader.num_drawn += 1
         return batch
 
     def _announce(self, loader: Loader) -> None:
         """Log the plan where an iteration starts, and then every stage that begins; only rank 0 does."""
-        step, edges = loader.step, loader._first_batch
+        step, edges = loader.step, loader.first_batches
         after = bisect_right(edges, loader.num_drawn)
         self._edge = edges[after] if after < len(edges) else -1
         if not loader.announces or not loader.part.layout.leads or step == loader.plan.steps:

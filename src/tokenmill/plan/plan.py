@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,20 +27,17 @@ from tokenmill.plan.mixture import (
     integer_weights,
     share_out,
 )
+from tokenmill.plan.seen import SourceCounts, SourceSeen, total
 from tokenmill.plan.shuffle import Shuffle, derived_key
 from tokenmill.plan.stages import (
     CARRY,
     NO_EPOCH,
-    NOTHING,
     OLD_EPOCH,
-    CountedRows,
-    Held,
     Rows,
     Seen,
     Stage,
     StageSpec,
     as_step,
-    drawn_rows,
     rows_at,
     stage_at,
     uses_in_stage,
@@ -75,16 +72,21 @@ class TokensSeen:
 
     slots: int
     """Input slots of all rows, over all their arrays, padding among them."""
-    count_labels: Callable[[], int | None] = field(repr=False, compare=False)
+    count: Callable[[], Mapping[str, SourceSeen]] = field(repr=False, compare=False)
 
     @property
-    def trained(self) -> int | None:
-        """Labels of these rows that masks leave; None where a run draws from live text.
+    def by_source(self) -> Mapping[str, SourceSeen]:
+        """Rows, slots, tokens, labels and epochs of each source.
 
         Counted when it is asked for: whole epochs at once, of others every row since the step that was last asked
         for, at about a microsecond each; masks are read for it.
         """
-        return self.count_labels()
+        return self.count()
+
+    @property
+    def trained(self) -> int | None:
+        """Labels that masks leave, of all sources; None where a run draws from live text. Counts as `by_source`."""
+        return total(source.trained for source in self.by_source.values() if source.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,13 +170,16 @@ class Plan:
         step = as_step(step)
         return TokensSeen(
             slots=slots_before(self, step, skipped=False),
-            count_labels=lambda: labels_before(self, step, self._labels_before),
+            count=lambda: self.seen(step),
         )
 
+    def seen(self, step: int, *, held: bool = True) -> Mapping[str, SourceSeen]:
+        """Return what each source has given before a step; without `held`, nothing that must be counted by row."""
+        return self._counts.before(as_step(step), held=held)
+
     @cached_property
-    def _labels_before(self) -> dict[int, int | None]:
-        """Labels before each step that was asked for."""
-        return {}
+    def _counts(self) -> SourceCounts:
+        return SourceCounts(self.sources, self.stages)
 
     def stage(self, step: int) -> Stage:
         """Return the stage, or the part of one, that a step belongs to."""
@@ -755,9 +760,6 @@ def _first_short(stage: Stage, rooms: Mapping[str, int]) -> int | None:
 
 DECAYS = ("cosine", "linear", "none")
 """How a learning rate can go down."""
-_SORTED, _BLOCK = 1 << 20, 1 << 16
-"""Rows that are put in ascending order, so that neighbours on disk are read together, and of these rows that are
-counted together."""
 
 
 def slots_before(plan: Plan, step: int, *, skipped: bool) -> int:
@@ -772,55 +774,6 @@ def slots_before(plan: Plan, step: int, *, skipped: bool) -> int:
 
 def _slots_of_a_step(stage: Stage) -> int:
     return stage.spec.global_batch_size * stage.row_slots
-
-
-def labels_before(plan: Plan, step: int, known: dict[int, int | None]) -> int | None:
-    """Return the labels of all rows before a step; `known` has those of other steps, and gets this one's."""
-    if step not in known:
-        steps = sorted(known)
-        begin = steps[bisect_right(steps, step) - 1] if steps and steps[0] <= step else 0
-        total = known.get(begin, 0)
-        for stage in plan.stages:
-            first, last = max(stage.spec.start_step, begin), min(stage.end_step, step)
-            if total is None or stage.spec.skipped is not None or first >= last:
-                continue
-            drawn, drawn_after = stage.drawn(first), stage.drawn(last)
-            for name in stage.names:
-                if stage.rows[name].counted is None:
-                    total = None
-                    break
-                total += held_rows(stage, name, range(drawn[name], drawn_after[name]))[0].trained
-        known[step] = total
-    return known[step]
-
-
-def held_rows(stage: Stage, name: str, draws: range, most: int | None = None) -> tuple[Held, bool]:
-    """Return what the rows of some draws of a source hold, and whether all of it was counted.
-
-    Draws are counted from the first of the stage. Whole epochs are counted at once; if the other rows are more than
-    `most`, all are taken to be like those of an epoch.
-    """
-    index = stage.counted(name)
-    size, first = index.num_rows, index.num_rest - stage.carry(name)  # draw at which the first whole epoch begins
-    epochs = range(-((first - max(draws.start, first)) // size), (draws.stop - first) // size)
-    parts = [draws]
-    if epochs:
-        parts = [range(draws.start, first + epochs.start * size), range(first + epochs.stop * size, draws.stop)]
-    rows = sum(len(part) for part in parts)
-    if most is not None and rows > most:
-        return _mean(index, len(draws)), False
-    held = _mean(index, len(epochs) * size) if epochs else NOTHING
-    for some in (part[begin : begin + _SORTED] for part in parts for begin in range(0, len(part), _SORTED)):
-        drawn = np.sort(drawn_rows(stage, name, some))
-        held += sum((index.held(drawn[begin : begin + _BLOCK]) for begin in range(0, len(some), _BLOCK)), NOTHING)
-    return held, True
-
-
-def _mean(index: CountedRows, rows: int) -> Held:
-    """Return what a number of rows hold if they are like those of an epoch: exact for whole epochs."""
-    fates = index.fates()
-    tokens = fates.rows * index.row_slots - fates.padding
-    return Held(tokens=rows * tokens // fates.rows, trained=rows * fates.trained // fates.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,8 @@ from itertools import groupby, pairwise
 import numpy as np
 
 from tokenmill.plan.mixture import exact_weight, integer_weights
-from tokenmill.plan.plan import Plan, held_rows, room, slots_before
+from tokenmill.plan.plan import Plan, room, slots_before
+from tokenmill.plan.seen import held_rows
 from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage
 from tokenmill.types import Fates
 

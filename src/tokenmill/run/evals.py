@@ -50,6 +50,11 @@ class EvalLoader(Loader):
         self.seek(0)
         return super().__iter__()
 
+    @property
+    def metrics_prefix(self) -> str:
+        """Beginning of the keys of `metrics`, which are not those of the run."""
+        return f"eval/{self.plan.stages[0].spec.name}/"
+
 
 class Evals(dict[str, "Eval"]):
     """The evals of a run, by name."""
