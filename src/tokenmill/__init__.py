@@ -74,7 +74,15 @@ _HOMES = {
 }
 
 # What methods of lower rooms call in higher ones.
-attach({"text_of": "tokenmill.run.inspect"})
+attach(
+    {
+        "text_of": "tokenmill.run.inspect",
+        "run_html": "tokenmill.view.notebook",
+        "report_html": "tokenmill.view.notebook",
+        "store_html": "tokenmill.view.notebook",
+        "open_viewer": "tokenmill.view.notebook",
+    }
+)
 
 __all__ = [*_HOMES, "__version__"]  # noqa: PLE0604 - the names of one table, listed once
 

@@ -242,7 +242,7 @@ class Loader:
         """Return this rank's whole slice of the batch of a step; the position of the loader stays as it is.
 
         Raises:
-            PlanError: The run has no such step, skips it, or reads live text, whose batches come in order only.
+            PlanError: The run has no such step, skips it, or reads live text.
         """
         step = as_step(step)
         self._refuse_drawn(step)

@@ -338,11 +338,17 @@ def why_no_texts(store: Store) -> str | None:
     return f"{store.where}: no text can be shown, as {gone}; name its tokenizer with tokenizer=..."
 
 
-def text_of(store: Store, ids: AnyArray) -> str:
-    """Return token ids as text by the tokenizer kept with a store, which is opened once."""
+def kept_tokenizer(store: Store) -> Tokenizer | None:
+    """Return the tokenizer kept with a store, which is opened once; None where it is not available."""
     if "tokenizer" not in store.opened:
         store.opened["tokenizer"] = tokenizer_of(store)
     tokenizer: Tokenizer | None = store.opened["tokenizer"]
+    return tokenizer
+
+
+def text_of(store: Store, ids: AnyArray) -> str:
+    """Return token ids as text by the tokenizer kept with a store."""
+    tokenizer = kept_tokenizer(store)
     if tokenizer is None:
         raise TokenizerError(
             f"{store.where}: no text without its tokenizer: {store.manifest.recipe.get('tokenizer', 'unknown')!r}; "

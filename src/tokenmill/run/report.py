@@ -16,6 +16,7 @@ import numpy as np
 from tokenmill.config.run import ATTENTION
 from tokenmill.config.schedule import QuarantineConfig, ResolvedStage, limits, long_documents
 from tokenmill.errors import ConfigError
+from tokenmill.hooks import attached
 from tokenmill.loader import LoaderOptions
 from tokenmill.loader.assemble import RECORD_ARRAYS, is_stored, record_type, stage_shapes
 from tokenmill.loader.layout import cost_unit, count_costs, deal, group_edges
@@ -139,6 +140,11 @@ class RunReport(PlanReport):
     """The plans that the run was loaded with before, a line each."""
     supervision: Mapping[str, tuple[Audit, ...]]
     """How much is trained on, of each source with a mask; nothing of EOS, as no token is read."""
+
+    def _repr_html_(self) -> str | None:
+        """Show all tables in a notebook."""
+        html: str | None = attached("report_html")(self)
+        return html
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""

@@ -26,6 +26,7 @@ from tokenmill.config.schedule import check_alone, limits, long_documents, read_
 from tokenmill.config.spelling import respell
 from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import key64
+from tokenmill.hooks import attached
 from tokenmill.tables import is_address, names_of, path_of, read_table
 from tokenmill.types import MASK_KEYS, NO_DOCUMENTS, RECORD_TYPES, STORED_ARRAYS, WHOLE_PACKINGS, Int64Array
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from tokenmill.run.starter import Stores
     from tokenmill.run.uses import BatchRow
     from tokenmill.store import Store
+    from tokenmill.store.records import Viewer
     from tokenmill.store.remote.fetch import Network
 
 logger = logging.getLogger("tokenmill")
@@ -113,6 +115,16 @@ class Run:
         lines[:0] = [f"Run {self.name!r}: {length}, sources {sources}{more}"]
         body = "\n ".join(lines)
         return f"<{body}>"
+
+    def _repr_html_(self) -> str | None:
+        """Show the plan in a notebook, as `tokenmill plan --html` does."""
+        html: str | None = attached("run_html")(self)
+        return html
+
+    def view(self, *, port: int = 0, browser: bool | None = None) -> Viewer:
+        """Serve the run in the viewer, from this process and to this machine alone; see `Store.view`."""
+        viewer: Viewer = attached("open_viewer")(self, port=port, browser=browser)
+        return viewer
 
     def lasting(self, *, steps: int | None = None, epochs: float | None = None) -> Run:
         """Return the same run with another length, in steps or in epochs."""

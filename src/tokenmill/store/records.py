@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, cast, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast, overload
 
 import msgspec
 import numpy as np
@@ -18,6 +18,16 @@ from tokenmill.types import MASK_KEYS, STORED_ARRAYS, Int64Array
 if TYPE_CHECKING:
     from tokenmill.store.notes import Origin
     from tokenmill.store.reader import Store, Value
+
+
+class Viewer(Protocol):
+    """A running viewer."""
+
+    address: str
+
+    def close(self) -> None:
+        """Stop serving."""
+
 
 Text: TypeAlias = "str | list[str]"
 """Text of one array of a record; of a group of responses, a list of texts."""
@@ -137,6 +147,25 @@ class Records:
         store = cast("Store", self)
         wanted = {name: {key_of(name, value) for value in _values(given)} for name, given in fields.items()}
         return np.array([document for document, _ in matches(store, wanted)], np.int64)
+
+    def _repr_html_(self) -> str | None:
+        """Show facts, lengths and examples in a notebook; of a remote store the repr is shown."""
+        return cast("str | None", attached("store_html")(self))
+
+    def view(self, *, port: int = 0, browser: bool | None = None) -> Viewer:
+        """Serve the store in the viewer, from this process and to this machine alone.
+
+        Args:
+            port: Port to listen at; 0 takes a free one.
+            browser: Whether to open a browser; by default everywhere but in a notebook.
+
+        Returns:
+            The viewer: `print(viewer)` prints its address, `viewer.close()` stops it.
+
+        Raises:
+            MissingExtraError: `tokenmill[view]` is not installed.
+        """
+        return cast("Viewer", attached("open_viewer")(self, port=port, browser=browser))
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -219,11 +219,20 @@ class Opened:
     """A string is an address in object storage."""
     other: Path | None = None
     """Config of a run that this one is compared with."""
+    target: Run | Store | None = None
+    """Run or store that is open already."""
 
     since: float = field(default_factory=time.time)
     """When it was opened, in seconds since 1970."""
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
     """Held while a view is made, one at a time: what is opened is opened once."""
+
+    @classmethod
+    def of(cls, target: Run | Store) -> Opened:
+        """Return what shows a run or store that is open already."""
+        if isinstance(target, Run):
+            return cls(path=target.folder / f"{target.name}.toml", target=target)
+        return cls(path=target.where if target.remotes else target.path, target=target)
 
     @property
     def name(self) -> str:
@@ -233,6 +242,8 @@ class Opened:
     @cached_property
     def run(self) -> Run | None:
         """The run; None where a store was opened."""
+        if self.target is not None:
+            return self.target if isinstance(self.target, Run) else None
         return Run.from_toml(self.path) if is_config(self.path) else None
 
     @cached_property
@@ -260,6 +271,8 @@ class Opened:
         """The stores by name: those of the run, the one that was opened, or all in its folder."""
         if self.run is not None:
             return dict(self.run.stores)
+        if isinstance(self.target, Store):
+            return {self.name: self.target}
         if isinstance(self.path, Path) and self.has_build and not (self.path / MANIFEST).exists():
             # A build is under way, which may have finished some of its stores.
             return {place.relative_to(self.path).as_posix(): open_store(place) for place in stores_below(self.path)}
