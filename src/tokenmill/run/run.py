@@ -526,11 +526,7 @@ class Run:
         return {"positions": run.positions} | ({"horizon": str(run.horizon)} if run.horizon > 1 else {})
 
     def what(self, step: int) -> tuple[BatchRow, ...]:
-        """Return the rows of the global batch of a step, with the text and origin of each span.
-
-        >>> run.what(5)[0].spans[0].text[:20]
-        'Once upon a time the'
-        """
+        """Return the rows of the global batch of a step; their spans have `text`, `origin` and `fields`."""
         from tokenmill.run.uses import with_texts
 
         return with_texts(self, self.plan().what(step))
@@ -538,8 +534,14 @@ class Run:
     def when(self, source: str, document: int | None = None, **fields: object) -> tuple[BatchRow, ...]:
         """Return every use of a document by a source, or of all documents with some kept fields.
 
-        >>> [row.step for row in run.when("web", url="https://example.org/17")]
-        [3, 104]
+        Args:
+            source: Name of the source.
+            document: Number of the document in the source.
+            fields: Kept fields in place of a number, such as `url="https://..."`; see `Store.find`.
+
+        Raises:
+            ConfigError: The store does not keep such a field.
+            PlanError: There is no such source or document.
         """
         from tokenmill.run.uses import find_uses
 

@@ -35,11 +35,7 @@ Text: TypeAlias = "str | list[str]"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Record:
-    """One document, conversation, pair, group or prompt of a store, with its arrays in memory.
-
-    >>> open_store("stores/web")[0].fields
-    {'url': 'https://example.org/0'}
-    """
+    """One document, conversation, pair, group or prompt of a store, with its arrays in memory."""
 
     store: Store
     document: int
