@@ -132,3 +132,20 @@ def test_a_quarantine_that_cannot_be_added_leaves_everything(tokenmill, found_ru
     assert (outcome.code, found_run.read_text()) == (1, before)
     assert message in outcome.err
     assert list(found_run.parent.glob("*quarantine*")) == []
+
+
+def test_quarantine_of_a_linked_config_edits_the_file_that_it_leads_to(tokenmill, found_run, tmp_path):
+    link = tmp_path / "jobs" / "job.toml"
+    link.parent.mkdir()
+    link.symlink_to(found_run)
+    found_run.chmod(0o640)
+    outcome = quarantined_by(tokenmill, link, found_run.parent / "urls.txt")
+    numbers = found_run.parent / "run-quarantine-web-1.txt"
+    assert (outcome.code, link.is_symlink(), found_run.stat().st_mode & 0o777) == (0, True, 0o640)
+    assert (f"wrote {numbers}: 2 documents" in outcome.out, numbers.is_file()) == (True, True)
+    assert tm.Run.from_toml(link).config.quarantine[0].file == numbers.name
+
+
+def quarantined_by(tokenmill, run, file):
+    file.write_text("https://a.b/7\n")
+    return tokenmill("quarantine", run, "--file", file)

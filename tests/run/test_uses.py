@@ -29,7 +29,8 @@ def test_what_is_the_plan_with_texts(run):
             assert ids[row.slot].tolist()[: len(read)] == read[:32]
             assert row.text == tm.open_tokenizer("bytes").decode(read)
     span = rows[0].spans[0]
-    assert span.text in run.stores["web"][span.document].text
+    assert span.text in span.record.text
+    assert span.record.document == span.document
     assert (span.fields["url"], span.origin.place) == (f"u/{span.document % 20}", span.document + 1)
 
 

@@ -173,3 +173,14 @@ def test_records_and_fields_of_a_remote_store(web, tmp_path):
     remote = open_store(address)
     assert remote.find(url="https://a.b/1").tolist() == [1, 10]
     assert (words(remote[10].text), remote[10].fields["id"]) == (TEXTS[10], 10)
+
+
+def test_a_group_has_its_prompt_and_a_list_of_responses(tmp_path):
+    group = {"prompt": "q", "responses": ["a", "bb"], "rewards": [1.0, 0.0]}
+    (tmp_path / "grpo.jsonl").write_text(json.dumps(group) + "\n")
+    tm.prepare(tmp_path / "grpo.jsonl", out=tmp_path / "grpo", tokenizer="bytes", recipe="grpo", progress=False)
+    (record,) = open_store(tmp_path / "grpo")
+    assert record.texts == {"prompts": "<|bos|>q", "responses": ["a<|eos|>", "bb<|eos|>"]}
+    assert (record.text, record.mask) == ("<|bos|>q", None)
+    assert [mask.tolist() for mask in record.masks["masks"]] == [[1, 1], [1, 1, 1]]
+    assert record.arrays["rewards"].tolist() == [1.0, 0.0]

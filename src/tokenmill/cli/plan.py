@@ -243,7 +243,9 @@ def _show_quarantine(run: Path, field: str, edit: Quarantine) -> None:
     if len(edit.missing) > MAX_MISSING:
         ui.print_note(f"  and {len(edit.missing) - MAX_MISSING:,} more; --json lists all")
     if edit.file is not None:
-        ui.print_line(f"wrote {run.with_name(edit.file.name)}: {edit.added:,} documents")
+        ui.print_line(
+            f"wrote {edit.file if run.is_symlink() else run.with_name(edit.file.name)}: {edit.added:,} documents"
+        )
         ui.print_line(f"added to {run}:\n\n{ui.printable(edit.edit).replace('⏎', '').rstrip()}")
     elif edit.documents and not edit.missing:
         ui.print_line("nothing to add: all of them are in quarantine from that step on")

@@ -13,7 +13,7 @@ from tokenmill.types import AnyArray, Span
 if TYPE_CHECKING:
     from tokenmill.plan.plan import RowUse
     from tokenmill.run.run import Run
-    from tokenmill.store import Origin, Store
+    from tokenmill.store import Origin, Record, Store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -27,8 +27,13 @@ class BatchSpan(Span):
         return f"<BatchSpan {self.start}:{self.start + self.length} of document {self.document}>"
 
     @property
+    def record(self) -> Record:
+        """The whole document or record, with all its arrays."""
+        return self.store[self.document]
+
+    @property
     def ids(self) -> AnyArray:
-        """Token ids."""
+        """Token ids; of a pair those of the chosen side, of a group those of the prompt."""
         return span_ids(self.store, self)
 
     @property

@@ -53,7 +53,7 @@ class Record:
 
     @property
     def ids(self) -> Value:
-        """Token ids: of a pair the first of its arrays, see `arrays`; of responses a list of arrays."""
+        """Token ids; of a pair those of the chosen side, of a group those of the prompt."""
         return self.arrays[self.store.manifest.token_key]
 
     @property
