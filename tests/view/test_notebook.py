@@ -8,10 +8,13 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from tests.view.conftest import write_lines
 
 import tokenmill as tm
 from tokenmill.store.reader import join_stores
 from tokenmill.store.remote.upload import upload
+from tokenmill.view.pages import store_page
+from tokenmill.view.views import Opened, store_view
 
 
 def page_of(shown):
@@ -92,3 +95,27 @@ def test_a_store_that_cannot_be_viewed_says_so_in_python(tmp_path):
     run = tm.Run.build("nowhere", seq_len=16, global_batch_size=4, steps=10, folder=tmp_path)
     with pytest.raises(tm.StoreError, match="nowhere"):
         run.view(browser=False)
+
+
+def test_the_store_view_finds_documents_by_a_kept_field(tmp_path):
+    hostile = "https://a.b/<script>"
+    rows = [
+        {"text": f"page {number}", "url": hostile if number % 30 == 3 else "u", "id": number}
+        for number in range(99)
+    ]
+    write_lines(tmp_path / "web.jsonl", rows)
+    options = tm.PrepareOptions(keep=("url", "id"))
+    tm.prepare(tmp_path / "web.jsonl", out=tmp_path / "web", tokenizer="bytes", options=options, progress=False)
+    opened = Opened.of(tm.open_store(tmp_path / "web"))
+    found = store_view(opened, {"field": "url", "value": hostile})
+    assert [each.document for each in found.documents] == [3, 33, 63, 93]
+    page = store_page(found)
+    assert "Documents with url = https://a.b/&lt;script&gt;: 4" in page
+    assert "<script" not in page
+    assert [each.document for each in store_view(opened, {"field": "id", "value": "7"}).documents] == [7]
+    assert ": 50, the first listed" in store_page(store_view(opened, {"field": "url", "value": "u"}))
+    assert '<select name="field"><option selected>url</option><option>id</option></select>' in store_page(
+        store_view(opened, {})
+    )
+    with pytest.raises(tm.ConfigError, match="unknown field 'uri'; did you mean 'url'"):
+        store_view(opened, {"field": "uri", "value": "u"})

@@ -29,6 +29,7 @@ from tokenmill.view.tables import (
     store_tables,
 )
 from tokenmill.view.views import (
+    DOCUMENTS_A_PAGE,
     ArraysView,
     DiffView,
     DocumentView,
@@ -509,6 +510,15 @@ def store_page(view: StoreView) -> str:
         f'<label>Document <input name="document" type="number" min="0" max="{max(0, contents.documents - 1)}" '
         "required></label><button>Show</button></form>"
     )
+    if view.keep:
+        field, value = view.sought or (view.keep[0], "")
+        options = "".join(f"<option{' selected' * (name == field)}>{text_of(name)}</option>" for name in view.keep)
+        search += (
+            f'<form action="store" class="controls">'
+            f'<input type="hidden" name="source" value="{text_of(view.name)}">'
+            f'<label>Field <select name="field">{options}</select></label> <label>Value <input name="value" '
+            f'value="{text_of(value)}" required></label><button>Find</button></form>'
+        )
     listed = [
         (
             Html(link("document", f"{each.document:,}", source=view.name, document=each.document)),
@@ -517,11 +527,14 @@ def store_page(view: StoreView) -> str:
         )
         for each in view.documents
     ]
-    documents = Table(title="Documents", columns=("document", "tokens", "beginning"), rows=listed)
+    title, pages = "Documents", paging("store", view.first, len(listed), contents.documents, source=view.name)
+    if view.sought:
+        most = ", the first listed" if len(listed) == DOCUMENTS_A_PAGE else ""
+        title, pages = f"Documents with {view.sought[0]} = {view.sought[1]}: {len(listed)}{most}", ""
+    documents = Table(title=title, columns=("document", "tokens", "beginning"), rows=listed)
     return (
         f'<h1>Store {text_of(view.name)}</h1><ul class="choice">{others}</ul>{_no_text(view.no_text)}{search}'
-        f"{paging('store', view.first, len(view.documents), contents.documents, source=view.name)}"
-        f"{table(documents)}{examples_html(view.examples)}{''.join(tables)}{about}"
+        f"{pages}{table(documents)}{examples_html(view.examples)}{''.join(tables)}{about}"
     )
 
 

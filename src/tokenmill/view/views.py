@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +46,7 @@ from tokenmill.run.step import (
 )
 from tokenmill.store import Store, open_store
 from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, stores_below
+from tokenmill.store.records import keys_of_text, matches
 from tokenmill.store.remote.client import parse_address
 from tokenmill.store.remote.fetch import Counters, read_counters
 from tokenmill.types import Span
@@ -130,6 +132,10 @@ class StoreView:
     documents: tuple[ListedDocument, ...]
     examples: tuple[Example, ...]
     no_text: str | None
+    keep: tuple[str, ...] = ()
+    """Kept fields that documents can be found by."""
+    sought: tuple[str, str] | None = None
+    """Field and value that were looked for; `documents` are then those that have it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -427,15 +433,21 @@ def store_view(opened: Opened, parameters: Parameters) -> StoreView:
     name, store = opened.store(parameters.get("source", ""))
     first = number(parameters, "first")
     tokenizer, _ = opened.decoder(name)
-    last = min(store.num_documents, first + DOCUMENTS_A_PAGE)
+    chosen: Sequence[int] = range(first, min(store.num_documents, first + DOCUMENTS_A_PAGE))
+    field, value = parameters.get("field", ""), parameters.get("value", "")
+    if field:
+        matched = matches(store, {field: keys_of_text(field, value)})
+        chosen = [document for document, _ in islice(matched, DOCUMENTS_A_PAGE)]
     return StoreView(
         name=name,
         names=tuple(opened.stores),
         contents=inspect_store(store, tokenizer, max_items=AUDITED_ITEMS),
         first=first,
-        documents=tuple(_listed(store, tokenizer, document) for document in range(first, last)),
+        documents=tuple(_listed(store, tokenizer, document) for document in chosen),
         examples=tuple(examples(store, tokenizer)),
         no_text=None if tokenizer else why_no_texts(store),
+        keep=tuple(store.manifest.recipe.get("keep") or ()),
+        sought=(field, value) if field else None,
     )
 
 
