@@ -176,6 +176,17 @@ def test_nothing_but_adapters_and_the_command_line_reads_the_environment():
         assert not {"os.environ", "os.getenv"} & set(imports_of(tree)), path
 
 
+def test_every_logger_is_that_of_the_package_or_a_child_of_it():
+    names = [
+        ast.unparse(node.args[0]) if node.args else ""
+        for path in MODULES
+        for node in nodes_of(tree_of(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("getLogger")
+    ]
+    assert len(names) > 10
+    assert [name for name in names if not re.match(r"'tokenmill(\.\w+)?'$|LOGGER$", name)] == []
+
+
 def test_no_file_or_class_has_a_name_that_says_nothing():
     empty = {"utils", "util", "common", "helpers", "helper", "base", "misc", "core", "shared"}
     assert [str(path) for path in PACKAGE.rglob("*") if path.stem.lower() in empty] == []

@@ -2,6 +2,8 @@
 
 import io
 import json
+import subprocess
+import sys
 import time
 import tomllib
 
@@ -168,3 +170,47 @@ def test_python_and_the_command_line_name_the_same_option_each_in_its_words(toke
         options=PrepareOptions(chat_template="chatml", max_seq_len=60),
     )
     assert 'raise it, on_long="drop" leaves such records out' in capsys.readouterr().err
+
+
+# Log levels
+
+
+LOGS = """
+import logging
+from tokenmill.cli import console
+console.take_over()
+console.apply_log_variable()
+for name in ("tokenmill", "tokenmill.config", "tokenmills", "other"):
+    for level in ("debug", "info", "warning", "error"):
+        getattr(logging.getLogger(name), level)(f"{name} {level}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("level", "ours"),
+    [
+        (None, ["warning", "error"]),
+        ("", ["warning", "error"]),
+        ("debug", ["debug", "info", "warning", "error"]),
+        ("INFO", ["info", "warning", "error"]),
+        ("warning", ["warning", "error"]),
+        ("error", ["error"]),
+    ],
+)
+def test_the_variable_sets_the_level_of_our_loggers_alone(level, ours, monkeypatch):
+    monkeypatch.delenv("TOKENMILL_LOG", raising=False)
+    if level is not None:
+        monkeypatch.setenv("TOKENMILL_LOG", level)
+    done = subprocess.run([sys.executable, "-c", LOGS], capture_output=True, text=True, check=True)
+    others = ["warning", "error"]
+    levels = {"tokenmill": ours, "tokenmill.config": ours, "tokenmills": others, "other": others}
+    assert done.stderr.splitlines() == [f"{name} {each}" for name, own in levels.items() for each in own]
+
+
+def test_a_level_that_there_is_not_is_an_error_of_one_line(monkeypatch):
+    monkeypatch.setenv("TOKENMILL_LOG", "inof")
+    command = [sys.executable, "-m", "tokenmill", "plan", "run.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    expected = "TOKENMILL_LOG: expected one of debug, info, warning, error, got 'inof'; did you mean 'info'?"
+    assert done.returncode != 0
+    assert (done.stdout, done.stderr) == ("", f"error: {expected}\n")

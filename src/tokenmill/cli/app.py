@@ -49,6 +49,7 @@ def main() -> None:
     ui.take_over()
     errors.wording = _worded
     try:
+        ui.apply_log_variable()
         for argument in sys.argv[1:]:
             check_public(argument)
         code = app(standalone_mode=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import threading
@@ -26,7 +27,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from tokenmill import errors as messages
-from tokenmill.errors import ConfigError, harmless, warn, without_secrets
+from tokenmill.errors import ConfigError, harmless, nearest, warn, without_secrets
 from tokenmill.tables import is_address
 from tokenmill.view.tables import Bar, Table, cell, is_numeric
 from tokenmill.view.tables import megabytes as megabytes  # noqa: PLC0414 - commands have it from here
@@ -58,8 +59,36 @@ console = Screen()
 errors = Screen(stderr=True)
 
 
+LOGGER = "tokenmill"
+"""Name of the logger of the package; loggers of its parts are children."""
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_VARIABLE = "TOKENMILL_LOG"
+"""Environment variable with the level of the command line."""
+
+
+def set_log_level(level: str, *, where: str = LOG_VARIABLE) -> None:
+    """Print messages of tokenmill from a level on, one of `LOG_LEVELS`; errors name `where` it was specified."""
+    if level.strip().lower() not in LOG_LEVELS:
+        raise ConfigError(
+            f"{where}: expected one of {', '.join(LOG_LEVELS)}, got {level!r}; {nearest(level, LOG_LEVELS)}"
+        )
+    logging.getLogger(LOGGER).setLevel(level.strip().upper())
+
+
+def apply_log_variable() -> None:
+    """Set the level that TOKENMILL_LOG asks for; without it, or if it is empty, warnings and errors are printed."""
+    level = os.environ.get(LOG_VARIABLE, "")
+    if level.strip():
+        set_log_level(level)
+
+
 class _LogPrinter(logging.Handler):
-    """Prints what is logged on stderr, as Python does by default."""
+    """Prints what is logged on stderr; of other packages only warnings and errors, as Python does by default."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Pass records of tokenmill at any level that its logger has, and warnings of others."""
+        is_ours = record.name.partition(".")[0] == LOGGER
+        return (is_ours or record.levelno >= logging.WARNING) and bool(super().filter(record))
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record."""
@@ -72,7 +101,7 @@ def _show_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 
 def take_over() -> None:
     """Print all that reaches the terminal by these consoles: log lines, warnings of Python, tracebacks."""
-    logging.basicConfig(handlers=[_LogPrinter(logging.WARNING)], format="%(message)s")
+    logging.basicConfig(handlers=[_LogPrinter()], format="%(message)s")
     logging.captureWarnings(True)
     sys.excepthook = _show_traceback
     threading.excepthook = lambda lost: _show_traceback(
