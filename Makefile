@@ -22,7 +22,10 @@ CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config test
           --ignore tests/test_torch.py --ignore tests/documents/test_hugging_face.py --ignore tests/encode/chat \
           --ignore tests/store/foreign --ignore tests/store/remote
 
-.PHONY: demo check test test-deep ready browser lint types bench clean
+# What other versions are tried with: no frameworks, no object storage.
+SAMPLE := tests/store/test_reader.py tests/store/test_layout.py tests/packing/test_packers.py tests/cli/test_app.py
+
+.PHONY: demo check test test-deep lowest python ready browser lint types bench clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/tokenmill demo
@@ -35,6 +38,23 @@ test: ready
 
 test-deep: $(VENV)/kernels.stamp
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# The demo and a sample of the tests with the lowest versions of the dependencies that pyproject.toml allows.
+lowest:
+	rm -rf $(VENV)-lowest && $(PYTHON) -m venv $(VENV)-lowest
+	$(PYTHON) tools/lowest.py > $(VENV)-lowest/versions.txt
+	$(VENV)-lowest/bin/python -m pip install -q --no-compile -r $(VENV)-lowest/versions.txt
+	$(MAKE) --no-print-directory sample SAMPLE_VENV=$(VENV)-lowest
+
+# The same with the newest versions and another interpreter: make python PYTHON=python3.13.
+python:
+	rm -rf $(VENV)-python && $(PYTHON) -m venv $(VENV)-python
+	$(MAKE) --no-print-directory sample SAMPLE_VENV=$(VENV)-python
+
+sample:
+	$(SAMPLE_VENV)/bin/python -m pip install -q --no-compile -e . pytest pytest-timeout hypothesis
+	$(SAMPLE_VENV)/bin/tokenmill demo --out $(SAMPLE_VENV)/demo
+	$(SAMPLE_VENV)/bin/python -m pytest -m "not deep and not slow" -k "not remote" $(SAMPLE)
 
 # For SECONDS; it says what it has found, with the seed of each.
 fuzz: $(VENV)/dev.stamp
@@ -84,4 +104,4 @@ $(VENV)/kernels.stamp: $(shell grep -rl tokenmill.compiled src --include=*.py) |
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-python build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
