@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -26,9 +26,11 @@ from tokenmill.build.job import (
     Setting,
     Task,
     build_identity,
+    field_of_strings,
     identify,
     is_importable,
     open_setting,
+    record_setting,
     run_task,
     write_job_file,
 )
@@ -51,9 +53,10 @@ from tokenmill.build.journal import (
     unit_result,
 )
 from tokenmill.build.progress import Progress, Show, shown_progress, units_done
-from tokenmill.build.staged import build_remote
+from tokenmill.build.records import ArrowData, Paths, Records, paths_or_records, written_records
+from tokenmill.build.staged import build_remote, staging_parent
 from tokenmill.build.unit import LEFT_OUT, TAKEN, MapRecord, OpenJob, fates_of, is_whole_scan
-from tokenmill.documents import RULES, BadRecord, Unit, content_digest, cut_files, format_of, place
+from tokenmill.documents import RULES, BadRecord, InputFile, Unit, content_digest, cut_files, format_of, place
 from tokenmill.documents.units import is_changed
 from tokenmill.encode.recipe import RULES as RECIPE_RULES
 from tokenmill.encode.recipe import WAYS_OUT, Recipe
@@ -62,7 +65,7 @@ from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, Stor
 from tokenmill.fingerprint import digest
 from tokenmill.store.durable import Lease, leased_folder, make_folder, write_atomically
 from tokenmill.store.layout import TOKENIZER_FOLDER, read_manifest
-from tokenmill.tables import check_types, is_address
+from tokenmill.tables import check_types, is_address, path_of, top_fields
 from tokenmill.types import Uint8Array
 
 
@@ -151,7 +154,7 @@ class PrepareReport:
 
 
 def prepare(  # noqa: PLR0913 - the front door
-    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    inputs: str | os.PathLike[str] | Iterable[str | os.PathLike[str] | Mapping[str, Any]] | ArrowData,
     *,
     out: str | os.PathLike[str],
     tokenizer: str | os.PathLike[str] = "bytes",
@@ -166,30 +169,53 @@ def prepare(  # noqa: PLR0913 - the front door
     staging: str | os.PathLike[str] | None = None,
     unit_timeout: float | None = None,
 ) -> PrepareReport:
-    """Turn files of text or records into the store `out`, a folder or an address such as `s3://bucket/path`.
+    """Turn text or records, from files or from memory, into the token store `out`.
 
-    `inputs` are paths, globs, folders, `hf:` datasets and addresses, in natural order. `tokenizer` is `bytes`, a
-    `tokenizer.json`, a `.model`, a folder with one, `tiktoken:<rank file>` or `hf:NAME`. `recipe` is the name of a
-    preset (`text`, `chat`, `instruction`, `dpo`, ...), the path of a recipe, or the recipe itself. `workers` is the
-    number of processes, by default one a core; the store is the same for any number. `executor` runs units
-    elsewhere: anything with `submit`, as `concurrent.futures` has it, whose workers see inputs and `out`.
+    An interrupted build of files resumes when you call it again with the same arguments. A finished store is
+    extended: files that are in it already are skipped. Records from memory are read again from the first one.
 
-    `map` is a function that every record goes through first: it returns the record to be read, or None to leave it
-    out, counted as `map`. Its name and a hash of its source stand in the manifest. Workers import it by its module;
-    one that they cannot import, as it is written in the script itself, is run by this process alone.
+    Args:
+        inputs: Paths, or records in memory.
+            Paths are one path, or a list of paths, globs, folders, `hf:` datasets and addresses, read in natural
+            order. A list of strings is a list of paths.
+            Records are an iterable of dicts, an iterator of strings and dicts, a Hugging Face dataset, or a table
+            or column that exports Arrow (pandas, polars, pyarrow).
+        out: Folder of the store, or an address such as `s3://bucket/path`.
+            tokenizer: `bytes`, a `tokenizer.json`, a `.model`, a folder with one of them,
+            `tiktoken:RANKFILE`, or `hf:NAME` of the Hugging Face hub.
+        recipe: Name of a preset (`text`, `chat`, `instruction`, `dpo`, ...), path of a recipe, or the recipe.
+        map: Function that is called with every record first. It returns the record to use, or None to leave it out,
+            counted as `map`. The manifest contains its name and a hash of its source. Workers import it by its
+            module; a function that they cannot import runs in this process alone.
+        workers: Number of processes, by default one per core. The store is the same for any number.
+        executor: Object with `submit`, as in `concurrent.futures`, that runs units elsewhere. Its workers need
+            access to inputs and `out`.
+        rebuild: Replace a finished store at the end of the build. Without it, another tokenizer, recipe or option
+            than the store was made with is an error.
+        progress: False for no output. By default, a bar on a terminal, or a line on stderr every 30 s elsewhere.
+        on_progress: Function that is called with the same figures, about five times per second. An exception in it
+            stops the build.
+        options: Filters, special tokens and limits; see `PrepareOptions`.
+        staging: Folder where a store for an address is built before its upload, by default `.tokenmill/staging`.
+            All workers need access to it.
+        unit_timeout: Seconds without progress of a unit after which the build stops. Its finished units are kept.
 
-    A build that was interrupted goes on where it stopped. A finished store is added to: files that are in it
-    already are left alone. Another tokenizer, recipe or option than it was made with is refused, unless `rebuild`
-    is given, which replaces it at the end.
+    Returns:
+        Numbers of documents, tokens and records left out, and the fingerprint of each store.
 
-    A store for an address is built in the folder `staging`, on a disk that all workers see and that has room for
-    it, uploaded, and removed there. By default that is `.tokenmill/staging` where this process runs.
+    Raises:
+        ConfigError: An argument or option is wrong.
+        DocumentError: A file was not found, or a record cannot be read. What an iterable raises is passed on.
+        StoreExistsError: `out` was made with other options, or contains other content of the same file.
+        StoreError: `out` cannot be written to.
 
-    A unit that makes no progress for a minute causes a warning; after `unit_timeout` seconds it ends the build,
-    whatever runs it. What is done by then stays done.
-
-    On a terminal a bar shows how far it is, elsewhere a line on stderr every 30 s; `progress=False` shows nothing.
-    `on_progress` is called with the same figures, some five times a second; what it raises stops the build.
+    Example:
+        >>> from tempfile import TemporaryDirectory
+        >>> records = [{"text": "one"}, {"text": "two"}]
+        >>> with TemporaryDirectory() as folder:
+        ...     report = prepare(records, out=f"{folder}/web", tokenizer="bytes", workers=1, progress=False)
+        >>> report.documents, report.tokens
+        (2, 10)
     """
     check_types(rebuild=(rebuild, bool), progress=(progress, bool | None), workers=(workers, int | None))
     options = PrepareOptions() if options is None else options
@@ -205,9 +231,25 @@ def prepare(  # noqa: PLR0913 - the front door
         options=options,
         unit_timeout=unit_timeout,
     )
-    items = [inputs] if isinstance(inputs, str) or not isinstance(inputs, Sequence) else inputs
+    taken = paths_or_records(inputs)
+    if isinstance(taken, Records):
+        check_timeout(unit_timeout)
+        num_workers_of(workers, executor)
+        settled = record_setting(tokenizer, recipe, options)
+        with written_records(
+            taken,
+            staging_parent(out, staging),
+            Path(path_of("out", out)).name,
+            text_field=field_of_strings(settled),
+            fields=None if map is not None else (*settled.fields, *top_fields(options.keep)),
+            show=show,
+        ) as file:
+            if not is_address(out):
+                return build(file, out=out, rebuild=rebuild)
+            return build_remote(build, file, out, staging, options, show, rebuild=rebuild)
+    items = [taken] if isinstance(taken, str) or not isinstance(taken, Sequence) else taken
     if not any(is_address(path) for path in (out, *items)):
-        return build(inputs, out=out, rebuild=rebuild)
+        return build(taken, out=out, rebuild=rebuild)
     return build_remote(build, items, out, staging, options, show, rebuild=rebuild)
 
 
@@ -225,7 +267,7 @@ def _not_shown(what: str, total_bytes: int, look: Callable[[], object]) -> Itera
 
 
 def _build_store(  # noqa: PLR0913 - the arguments of `prepare`
-    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    inputs: Paths | InputFile,
     *,
     out: str | os.PathLike[str],
     tokenizer: str | os.PathLike[str],
@@ -672,7 +714,7 @@ def _refuse_nothing(build: Build, result: BuildResult) -> None:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(result.skipped.items()))
         more = f" and {len(build.files) - 1} more" if len(build.files) > 1 else ""
         raise DocumentError(
-            f"{build.files[0].path}{more}: must hold at least one document, got none, "
+            f"{build.files[0].label}{more}: must hold at least one document, got none, "
             f"{sum(result.skipped.values())} skipped ({reasons or 'the files are empty'}); "
             "check the files and the fields"
         )

@@ -57,6 +57,7 @@ from tokenmill.tables import as_json, check_fields, check_option, path_of, read_
 from tokenmill.types import ON_ERROR, Uint8Array
 
 if TYPE_CHECKING:
+    from tokenmill.build.records import Paths
     from tokenmill.encode.chat.template import ChatTemplate
 
 RecipeSpec: TypeAlias = "str | os.PathLike[str] | Mapping[str, object]"
@@ -528,7 +529,7 @@ class Setting:
 
 
 def open_setting(
-    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    inputs: Paths | InputFile,
     *,
     out: str | os.PathLike[str],
     tokenizer: str | os.PathLike[str],
@@ -567,16 +568,34 @@ def _pinned(tokenizer: str, known: str | None) -> str:
     return now
 
 
+def field_of_strings(recipe: Recipe) -> str | None:
+    """Return the field that holds the text, if a record is one plain text; None for conversations and the like."""
+    section, *more = recipe.sections
+    if recipe.kind != "seq" or more or section.template:
+        return None
+    return recipe.names.fields.get(section.field, section.field)
+
+
+def record_setting(tokenizer: str | os.PathLike[str], recipe: RecipeSpec, options: PrepareOptions) -> Recipe:
+    """Return the recipe of records in memory; raise on what is wrong, before the first record is read."""
+    settled = settle_recipe(recipe, options)
+    if options.format is not None:
+        raise ConfigError(f"format: {options.format!r} is for files, and the inputs are in memory; remove it")
+    if (spec := path_of("tokenizer", tokenizer)) != "bytes":
+        copy_of(spec)
+    return settled
+
+
 def _with_framing(options: PrepareOptions, recipe: Recipe) -> PrepareOptions:
     """Return options that have BOS and EOS of the recipe where they do not specify them."""
     framing = {name: getattr(recipe.framing, name) for name, value in options.framing().items() if value is None}
     return replace(options, **framing)
 
 
-def _input_files(
-    inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], out: Path, options: PrepareOptions
-) -> Sequence[InputFile]:
+def _input_files(inputs: Paths | InputFile, out: Path, options: PrepareOptions) -> Sequence[InputFile]:
     """List the files to read; those of the store itself, which may lie among them, are not."""
+    if isinstance(inputs, InputFile):
+        return (inputs,)
     listed = find_files(inputs, format=options.format)
     for path in (str(out.absolute()), *(file.path for file in listed.files)):
         if not path.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in path):

@@ -30,6 +30,7 @@ import msgspec
 import xxhash
 
 from tokenmill.documents import BadRecord, InputFile, Unit, chunk_size, content_digest, file_digest
+from tokenmill.documents.units import IN_MEMORY
 from tokenmill.encode.hub import is_hub_name
 from tokenmill.errors import StoreCorruptError, StoreExistsError, StoreMissingError, TokenmillError
 from tokenmill.fingerprint import digest, first_difference
@@ -662,6 +663,11 @@ def _new_files(
         unmatched.setdefault(entry.bytes, []).append(entry)
     for file in new_files:
         old = names.get(file.name)
+        if old is not None and not same_names and file.suffix in IN_MEMORY:
+            raise StoreExistsError(
+                f"{journal.out}: contains other records from memory than these; pass rebuild=True to replace them, "
+                "or options=tm.PrepareOptions(same_names=True) to add these"
+            )
         if old is not None and not same_names:
             raise StoreExistsError(
                 f"{journal.out}: files that are in a store must stay as they were, got {file.path} with other "

@@ -46,7 +46,7 @@ class Progress:
     """How far a build is."""
 
     what: str
-    """`open the tokenizer`, `look for duplicates`, `prepare`, `note the inputs` or `upload`."""
+    """`read the records`, `open the tokenizer`, `look for duplicates`, `prepare`, `note the inputs` or `upload`."""
     done_bytes: int
     """Of the input, as it is on disk; units that an earlier try had finished count at once."""
     total_bytes: int

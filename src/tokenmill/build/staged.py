@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenmill.documents import InputFile
 from tokenmill.documents.inputs import suffix_of
 from tokenmill.errors import ConfigError, StoreExistsError
 from tokenmill.fingerprint import digest
@@ -33,7 +34,7 @@ FOLDER = Path(".tokenmill") / "staging"
 
 def build_remote(
     build: Callable[..., PrepareReport],
-    inputs: Sequence[str | os.PathLike[str]],
+    inputs: Sequence[str | os.PathLike[str]] | InputFile,
     out: str | os.PathLike[str],
     staging: str | os.PathLike[str] | None,
     options: PrepareOptions,
@@ -42,7 +43,7 @@ def build_remote(
     rebuild: bool,
 ) -> PrepareReport:
     """Build a store whose inputs, or which itself, is in object storage; `build` builds it on a local disk."""
-    copies = local_inputs(inputs, staging, options, show)
+    copies = inputs if isinstance(inputs, InputFile) else local_inputs(inputs, staging, options, show)
     if not is_address(out):
         return build(copies, out=out, rebuild=rebuild)
     folder = staging_folder(str(out), staging, rebuild=rebuild)
@@ -87,6 +88,11 @@ def staging_folder(out: str, staging: str | os.PathLike[str] | None, *, rebuild:
                 "another address, or prepare it on a disk and upload it"
             )
     return folder
+
+
+def staging_parent(out: str | os.PathLike[str], staging: str | os.PathLike[str] | None) -> Path:
+    """Return the folder in which the folder of a build is: that of `out`, or `staging` for an address."""
+    return _folder(staging) if is_address(out) else Path(path_of("out", out)).expanduser().absolute().parent
 
 
 def local_inputs(

@@ -389,6 +389,8 @@ def _read_arrow(piece: units.Piece, options: units.ReadOptions) -> Iterator[unit
 
 ARROW = units.Format(counts="row", read=_read_arrow, ranges=_arrow_ranges)
 """Files with an index of their record batches, and streams without, as Hugging Face datasets keep them."""
+TABLE = units.Format(counts="item", read=_read_arrow, ranges=_arrow_ranges)
+"""Tables in memory that `prepare` writes as a stream."""
 
 
 def _file_batches(
@@ -423,7 +425,7 @@ def _stream_batches(
 def _chosen(schema: pa.Schema, piece: units.Piece, options: units.ReadOptions) -> pa.ipc.IpcReadOptions:
     import pyarrow as pa
 
-    names = wanted_columns(schema, options, piece.file.path)
+    names = wanted_columns(schema, options, piece.file.label)
     return pa.ipc.IpcReadOptions(included_fields=[schema.names.index(name) for name in names], use_threads=False)
 
 

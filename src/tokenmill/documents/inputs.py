@@ -51,6 +51,7 @@ FORMATS: Mapping[str, tuple[str, str]] = {
     ".tar": ("webdataset", "WEBDATASET"),
 }
 """Suffix -> module of this room, and the `Format` in it: loaded when the first such file is met."""
+_IN_MEMORY: Mapping[str, tuple[str, str]] = {".items": ("lines", "ITEMS"), ".table": ("columns", "TABLE")}
 
 NAMES: Mapping[str, str] = {"text" if suffix == ".txt" else suffix[1:]: suffix for suffix in FORMATS}
 """What a user may call a format, whatever the endings of the files."""
@@ -69,7 +70,7 @@ _COMPRESSED_WITHIN = (".parquet", ".arrow")
 @cache
 def format_of(suffix: str) -> Format:
     """Return the format of files with a suffix such as `.jsonl.gz`."""
-    module, name = FORMATS["." + suffix.split(".")[1]]
+    module, name = {**FORMATS, **_IN_MEMORY}["." + suffix.split(".")[1]]
     format: Format = getattr(import_module(f"tokenmill.documents.{module}"), name)
     return format
 
@@ -99,6 +100,7 @@ _NOTES = ("readme", "license", "licence")
 """Text files that describe the data beside them and are no part of it."""
 _TEXT, _ARROW = ".txt", ".arrow"
 _SNIFFED_BYTES = 8192
+_MOST_SHOWN = 300
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,9 +207,13 @@ def _expand(item: str) -> Iterator[tuple[str, bool]]:
     else:
         matches = glob(item, recursive=True)
         if not matches:
+            # In Python, a list of texts may have been meant.
+            is_like_text = any(map(str.isspace, item)) or not os.path.splitext(item)[1]
+            other = ", or pass a text as a record in Python: [{'text': ...}]" if is_like_text else ""
+            shown = item if len(item) <= _MOST_SHOWN else f"{item[:_MOST_SHOWN]}..."
             raise DocumentError(
-                f"{item}: must be a file, folder or glob that matches some, got nothing there; "
-                f"fix the path (this process runs in {os.getcwd()})"
+                f"{shown}: must be a file, folder or glob that matches some, got nothing there; "
+                f"fix the path (this process runs in {os.getcwd()}){other}"
             )
         for match in matches:
             yield from _expand(match)
@@ -494,11 +500,13 @@ def read_unit(unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
 
 
 def place(piece: Piece, line: int) -> str:
-    """Name a record for people: `path:17` or `path row 17`, counted from 1.
+    """Name a record for people: `path:17`, `path row 17`, or `item 17` of objects in memory, counted from 1.
 
     `line` is counted from 0 at the start of the file, not of the piece.
     """
     counts = format_of(piece.file.suffix).counts
+    if piece.file.suffix in _IN_MEMORY:
+        return f"{counts} {line + 1}"
     return f"{piece.file.path}:{line + 1}" if counts == "line" else f"{piece.file.path} {counts} {line + 1}"
 
 

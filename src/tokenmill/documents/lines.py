@@ -161,6 +161,8 @@ def _read_json_lines(piece: units.Piece, options: units.ReadOptions) -> Iterator
 
 
 JSON_LINES = units.Format(counts="line", read=_read_json_lines, ranges=_line_ranges)
+ITEMS = units.Format(counts="item", read=_read_json_lines, ranges=_line_ranges)
+"""Objects in memory that `prepare` writes as lines."""
 
 
 def _line_blocks(stream: BinaryIO, piece: units.Piece, block_bytes: int) -> Iterator[bytes]:

@@ -46,6 +46,8 @@ MAX_RECORD_BYTES = 64 << 20
 """Keeps a worker below 1 GB, even if a tokenizer makes a token of every byte of a record."""
 MAX_EXPANSION = 256
 TEXT_UNITS = ("file", "line")
+IN_MEMORY = (".items", ".table")
+"""Suffixes of files that `prepare` writes from objects in memory; no file of the user's is one."""
 
 Raw = TypeVar("Raw")
 
@@ -62,6 +64,11 @@ class InputFile:
     """Size on disk when the inputs were listed; more is not read, less is an error."""
     suffix: str
     """Says how it is read, such as `.jsonl.gz` (see `inputs`)."""
+
+    @property
+    def label(self) -> str:
+        """Name for messages: its path, or `records` for objects in memory."""
+        return self.name if self.suffix in IN_MEMORY else self.path
 
     @property
     def compression(self) -> str:
