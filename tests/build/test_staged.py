@@ -56,6 +56,16 @@ def files_of(folder):
     }
 
 
+def test_records_in_memory_become_a_store_at_an_address(tmp_path, place):
+    records = [{"text": f"document {number}"} for number in range(40)]
+    local = tm.prepare(records, out=tmp_path / "local", workers=1, progress=False)
+    staging = tmp_path / "staging"
+    report = tm.prepare(iter(records), out=place, workers=1, progress=False, staging=staging)
+    assert (report.fingerprint, report.documents) == (local.fingerprint, 40)
+    assert objects_of(place) == uploaded_files(tmp_path / "local")
+    assert os.listdir(staging) == []
+
+
 def test_a_store_built_for_an_address_has_the_bytes_of_one_in_a_folder(corpus, tmp_path, place):
     local = tm.prepare(corpus, out=tmp_path / "local", workers=1, progress=False)
     told = []

@@ -61,14 +61,14 @@ class Records:
 def paths_or_records(inputs: object) -> Paths | Records:
     """Return what `prepare` was passed, as paths or as records.
 
-    A string, a path, and a list, tuple or set of these are paths. Everything else that can be iterated over yields
-    texts and records; strings that look like paths are rejected there.
+    A string, a path, and a list, tuple or set of these are paths. A list of dicts, and everything else that can be
+    iterated over, yields texts and records; strings that look like paths are rejected there.
     """
     if _is_arrow(inputs):
         return _arrow_records(inputs)
     if isinstance(inputs, str | bytes | bytearray | os.PathLike) or not isinstance(inputs, Iterable):
         return cast("Paths", inputs)  # what is not a path is rejected where paths are read
-    if isinstance(inputs, Mapping):
+    if isinstance(inputs, Mapping) and inputs:
         raise ConfigError(
             f"inputs: expected paths or an iterable of records, got one {type(inputs).__name__} with the keys "
             f"{', '.join(map(repr, list(inputs)[:4]))}; put a record into a list, or choose a split of a dataset"
@@ -83,7 +83,7 @@ def paths_or_records(inputs: object) -> Paths | Records:
     iterator = iter(inputs)
     first = next(iterator, _NONE)
     items = chain([first], iterator) if iterator is inputs else inputs
-    if isinstance(inputs, list | tuple | set | frozenset) and (not inputs or isinstance(first, str)):
+    if isinstance(inputs, list | tuple | set | frozenset | dict) and not isinstance(first, Mapping):
         return list(inputs)
     if isinstance(first, os.PathLike):
         return cast("Paths", list(items))
@@ -228,7 +228,7 @@ def _write_items(
             record = {name: value for name, value in record.items() if name in fields or not isinstance(name, str)}
             unfit = _unfit(record, "")
         if unfit:
-            raise DocumentError(f"item {number}: {unfit}")
+            raise DocumentError(f"item {number}: {unfit[0]}; {unfit[1]}")
         file.write(_json(record, number))
         yield 1
 
@@ -252,27 +252,27 @@ _HINTS: Mapping[str, str] = {
 _MOST_DEPTH = 200
 
 
-def _unfit(value: object, field: str, depth: int = 0) -> str:  # noqa: PLR0911 - one for each kind of value
-    """Return why a value would not be the same as JSON, and the way out; empty if it is the same."""
+def _unfit(value: object, field: str, depth: int = 0) -> tuple[str, str] | None:  # noqa: PLR0911 - one for each kind of value
+    """Return why a value would not be the same as JSON, and the way out; None if it is the same."""
     if type(value) in _PLAIN or isinstance(value, str | int | float):
-        return ""
+        return None
     if depth > _MOST_DEPTH:
-        return f"field {field[:80]!r}: nested too deeply, or contains itself; flatten it"
+        return f"field {field[:80]!r}: nested too deeply, or contains itself", "flatten it"
     if isinstance(value, dict):
         for name, inner in value.items():
             path = f"{field}.{name}" if field else str(name)
             if not isinstance(name, str):
-                return f"field {path!r}: a key must be a str in JSON, got {_type_name(name)}; use str()"
+                return f"field {path!r}: a key must be a str in JSON, got {_type_name(name)}", "use str()"
             if unfit := _unfit(inner, path, depth + 1):
                 return unfit
-        return ""
+        return None
     if isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             if type(inner) not in _PLAIN and (unfit := _unfit(inner, f"{field}[{index}]", depth + 1)):
                 return unfit
-        return ""
+        return None
     hint = _HINTS.get(type(value).__name__, "use item()" if hasattr(value, "item") else "convert it first")
-    return f"field {field!r}: JSON has no {_type_name(value)}, got {_shown(value)}; {hint}"
+    return f"field {field!r}: JSON has no {_type_name(value)}, got {_shown(value)}", hint
 
 
 def _type_name(value: object) -> str:
