@@ -181,7 +181,7 @@ def prepare(  # noqa: PLR0913 - the front door
             Records are an iterable of dicts, an iterator of strings and dicts, a Hugging Face dataset, or a table
             or column that exports Arrow (pandas, polars, pyarrow).
         out: Folder of the store, or an address such as `s3://bucket/path`.
-            tokenizer: `bytes`, a `tokenizer.json`, a `.model`, a folder with one of them,
+        tokenizer: `bytes`, a `tokenizer.json`, a `.model`, a folder with one of them,
             `tiktoken:RANKFILE`, or `hf:NAME` of the Hugging Face hub.
         recipe: Name of a preset (`text`, `chat`, `instruction`, `dpo`, ...), path of a recipe, or the recipe.
         map: Function that is called with every record first. It returns the record to use, or None to leave it out,
