@@ -1,6 +1,6 @@
 """From files of text to a store.
 
-1. In: paths, globs, folders or datasets; the name of a tokenizer; a recipe; options.
+1. In: paths, globs, folders or datasets, or records in memory (`records`); a tokenizer; a recipe; options.
 2. Does: makes a job of what was asked for (`job`), cuts the input into units of work (`build`), turns each into
    shards (`unit`) by any engine (`engines`), or part by part in separate processes (`parts`), with a journal from
    which any later call goes on (`journal`); then makes the shards a store. Memory does not grow with the input.
