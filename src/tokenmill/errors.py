@@ -3,6 +3,7 @@
     TokenmillError
     ├── ConfigError(ValueError)        a run, recipe or option that cannot be right
     ├── DocumentError(ValueError)      an input record that cannot be read
+    │   └── InputMissingError(FileNotFoundError)   no input at that path
     ├── TokenizerError(ValueError)     a tokenizer that cannot be loaded or trusted
     ├── StoreError(ValueError)         a store that cannot be used
     │   ├── StoreMissingError(FileNotFoundError)   nothing, or nothing finished, at that path
@@ -88,6 +89,10 @@ class ConfigError(TokenmillError, ValueError):
 
 class DocumentError(TokenmillError, ValueError):
     """An input record that cannot be read."""
+
+
+class InputMissingError(DocumentError, FileNotFoundError):
+    """No input file, folder or match of a glob at a path."""
 
 
 class TokenizerError(TokenmillError, ValueError):

@@ -92,7 +92,7 @@ def test_a_range_of_steps_is_the_same_part_of_the_whole(digests, steps, begin, e
 )
 def test_a_range_that_cannot_be_is_refused(tokenmill, run_toml, steps, message):
     done = tokenmill("batches", run_toml, f"--steps={steps}")
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert re.fullmatch(f"error: {message}\n", done.err)
 
 
@@ -117,7 +117,7 @@ def test_a_range_that_cannot_be_is_refused(tokenmill, run_toml, steps, message):
 def test_a_slicing_that_cannot_be_is_refused_before_the_first_step(tokenmill, run_toml, options, message):
     """[E1.b, A1.a]"""
     done = tokenmill("batches", run_toml, *options)
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert re.fullmatch(f"error: {message}\n", done.err)
 
 

@@ -33,7 +33,7 @@ def test_the_demo_shows_the_whole_flow_and_its_proofs_hold(tokenmill, tmp_path):
         assert verify(tmp_path / "demo" / "stores" / kind).documents > 100
     assert Run.from_toml(tmp_path / "demo" / "run.toml").plan().steps == 60
     assert json.loads((tmp_path / "demo" / "state.json").read_bytes())["step"] == 60
-    assert f"tokenmill what {tmp_path / 'demo'}/run.toml --step 41" in done.out
+    assert f"tokenmill what {tmp_path / 'demo'}/run.toml 41" in done.out
 
 
 @pytest.mark.deep

@@ -127,7 +127,7 @@ def test_a_fork_is_written_with_its_state_and_goes_on_from_there(tokenmill, run_
     """[M1.c, R1.a] Before the step the digests are those of the run; the state goes on right there."""
     new = run_toml.with_name("books.toml")
     done = tokenmill(
-        "fork", run_toml, "--at", 4, "--to", new, "--name", "more-books", "--weights", "web=1, books=3"
+        "fork", run_toml, "--at", 4, "--out", new, "--name", "more-books", "--weights", "web=1, books=3"
     )
     assert (done.code, done.err) == (0, "")
     assert (
@@ -145,14 +145,14 @@ def test_a_fork_is_written_with_its_state_and_goes_on_from_there(tokenmill, run_
 
 def test_without_weights_it_is_said_that_nothing_differs_yet(tokenmill, run_toml):
     new = run_toml.with_name("new.toml")
-    done = tokenmill("fork", run_toml, "--at", 8, "--to", new)
+    done = tokenmill("fork", run_toml, "--at", 8, "--out", new)
     assert done.lines[2] == "so are all after it, until you edit stage 'fork'"
     assert tokenmill("diff", run_toml, new).lines[0] == "the same batches at all 10 steps"
 
 
 def test_a_fork_as_json(tokenmill, run_toml):
     new = run_toml.with_name("new.toml")
-    found = tokenmill("fork", run_toml, "--at", 6, "--to", new, "--weights", "web=1", "--json").json
+    found = tokenmill("fork", run_toml, "--at", 6, "--out", new, "--weights", "web=1", "--json").json
     plan = Run.from_toml(new).plan()
     assert found == {
         "config": str(new),
@@ -179,15 +179,15 @@ def test_a_fork_as_json(tokenmill, run_toml):
 )
 def test_what_cannot_be_forked_is_refused(tokenmill, run_toml, arguments, message):
     new = run_toml.with_name("new.toml")
-    done = tokenmill("fork", run_toml, *arguments, "--to", new)
-    assert (done.code, done.out) == (1, "")
+    done = tokenmill("fork", run_toml, *arguments, "--out", new)
+    assert (done.code, done.out) == (2, "")
     assert re.fullmatch(f"error: {message}\n", done.err)
     assert not new.exists()
 
 
 def test_a_file_that_is_there_stays(tokenmill, run_toml):
     before = run_toml.read_bytes()
-    done = tokenmill("fork", run_toml, "--at", 4, "--to", run_toml)
-    assert done.code == 1
+    done = tokenmill("fork", run_toml, "--at", 4, "--out", run_toml)
+    assert done.code == 2
     assert re.fullmatch(r"error: file exists: .*run\.toml; choose another name or remove it\n", done.err)
     assert run_toml.read_bytes() == before

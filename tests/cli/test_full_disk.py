@@ -49,7 +49,7 @@ def commands(big, disk, run):
     small = disk / "small"
     exports = ("npy", "astrai-h5", "hf")
     return [
-        (["verify", "--hashes", small], 4096),
+        (["verify", "--add-hashes", small], 4096),
         (["verify", "--add-page-sums", small], 0),
         (["import", big.parent / "big.npy", "--out", disk / "imported"], 8192),
         (["import", big.parent / "big.npy", "--out", disk / "imported"], 0),
@@ -60,7 +60,7 @@ def commands(big, disk, run):
         (["plan", run, "--html", disk / "plan.html"], 0),
         (["plan", run, "--svg", disk / "plan.svg"], 0),
         (["inspect", big, "--html", disk / "inspect.html"], 0),
-        (["fork", run, "--at", 2, "--to", disk / "new.toml"], 0),
+        (["fork", run, "--at", 2, "--out", disk / "new.toml"], 0),
         (["upload", big, f"file://{disk}/uploaded"], 4096),
     ]
 

@@ -62,10 +62,10 @@ def test_what_only_a_store_knows_is_refused_with_the_way_out(tokenmill, live_tom
         ("what", live_toml, "--step", "1"),
         ("when", live_toml, "--source", "web", "--document", "3"),
         ("batches", live_toml, "--steps", "2:4"),
-        ("fork", live_toml, "--at", "3", "--to", tmp_path / "new.toml"),
+        ("fork", live_toml, "--at", "3", "--out", tmp_path / "new.toml"),
     ):
         done = tokenmill(*words)
-        assert done.code == 1
+        assert done.code in (1, 2)
         said = ("got live text", "draws from live text", "made as they are read; leave out live = true")
         assert any(words in done.err for words in said)
 

@@ -172,13 +172,13 @@ def test_when_as_a_table(tokenmill, run_toml):
 )
 def test_a_step_source_or_document_outside_the_plan_is_refused(tokenmill, run_toml, arguments, message):
     done = tokenmill(arguments[0], run_toml, *arguments[1:])
-    assert (done.code, done.out) == (1, "")
+    assert (done.code, done.out) == (2, "")
     assert re.fullmatch(f"error: {message}\n", done.err)
 
 
 def test_the_process_tells_an_error_by_its_exit_code(run_toml):
     done = subprocess.run([ENTRY, "what", run_toml, "--step", "99"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (1, "")
+    assert (done.returncode, done.stdout) == (2, "")
     assert re.fullmatch(r"error: step: must lie within 0:10, got 99; .*\n", done.stderr)
 
 

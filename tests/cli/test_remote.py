@@ -102,11 +102,11 @@ def test_verify_uploads_the_hashes_that_a_store_lacks(both):
     expected = (store / name).read_bytes()
     for _ in range(2):  # the second time there is a copy on this machine, which does not count
         client.delete(name)
-        run("verify", address, "--hashes")
+        run("verify", address, "--add-hashes")
         assert client.get(name) == expected
-    assert json.loads(run("verify", address, "--json", "--hashes"))["ok"]
+    assert json.loads(run("verify", address, "--json", "--add-hashes"))["ok"]
     sent = client.head(name)
-    run("verify", address, "--hashes")
+    run("verify", address, "--add-hashes")
     assert client.head(name) == sent
 
 

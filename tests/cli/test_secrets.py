@@ -169,7 +169,7 @@ def test_a_user_and_a_password_in_an_address_are_said_and_written_nowhere(
         ("upload", "stores/web", secret),
         ("what", secret, "--step", "1"),
         ("diff", "run.toml", secret),
-        ("fork", "run.toml", "--at", "5", "--to", secret),
+        ("fork", "run.toml", "--at", "5", "--out", secret),
         ("plan", "run.toml", "--svg", secret),
         ("plan", "run.toml", secret),
         *(("plan", f"{number}.toml") for number in range(4)),
@@ -208,6 +208,6 @@ def test_a_dataset_that_is_written_like_an_address_is_named_without_its_secret(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     done = tokenmill(*command.format(f"hf:user:{secret}@data").split())
-    assert done.code == 1
+    assert done.code in (1, 2)
     assert "RET" not in done.out + done.err
     assert "hf:data" in done.err

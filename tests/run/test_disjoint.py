@@ -85,8 +85,8 @@ def test_a_store_that_is_trained_on_is_found_by_number_without_hashes(make_run, 
     assert (overlap.by_number, overlap.by_content) == (3, None)
     assert [shared.document for shared in overlap.first] == [3, 4, 5]
     assert (
-        overlap.unknown
-        == f"{tmp_path / 'web'} has no hashes of its documents; run `tokenmill verify --hashes {tmp_path / 'web'}`"
+        overlap.unknown == f"{tmp_path / 'web'} has no hashes of its documents; "
+        f"run `tokenmill verify --add-hashes {tmp_path / 'web'}`"
     )
 
 

@@ -97,7 +97,7 @@ def test_a_file_of_another_shard_or_a_damaged_one_is_refused_and_mended(make_sto
     first.write_bytes(second.read_bytes()[:-3])
     assert [str(problem) for problem in check_store(path).problems] == [
         f"{first}: must have the hashes of the documents of its shard, got a cut or changed one; delete it, and "
-        "`tokenmill verify --hashes` makes it again"
+        "`tokenmill verify --add-hashes` makes it again"
     ]
     assert write_hashes(open_store(path)) == 1
     verify(path)

@@ -23,7 +23,6 @@ app = typer.Typer(
     name="tokenmill",
     help="From raw text to the tensors of every training step of a language model.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -52,19 +51,24 @@ def main() -> None:
         ui.apply_log_variable()
         for argument in sys.argv[1:]:
             check_public(argument)
-        code = app(standalone_mode=False)
+        code = app(ui.with_new_names(sys.argv[1:]), standalone_mode=False)
+        sys.stdout.flush()
     except TokenmillError as error:
-        _fail(_worded(str(error)))
+        _fail(_worded(str(error)), ui.exit_code(error))
     except BrokenPipeError:
-        sys.stderr.close()
-        sys.exit(141)
+        _stop_writing()
+    except SystemExit as stop:  # rich and typer exit with 1
+        if not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        _stop_writing()
     except OSError as error:
         if error.filename is None:
             raise
         if error.errno in FULL:
             why = os.strerror(error.errno).lower()
-            _fail(f"{error.filename}: {why}; free some space, then run the same command again")
-        _fail(f"{error.filename}: the system must allow its use, got {error.strerror}; fix the path or its rights")
+            _fail(f"{error.filename}: {why}; free some space, then run the same command again", 1)
+        why = f"the system must allow its use, got {error.strerror}; fix the path or its rights"
+        _fail(f"{error.filename}: {why}", ui.exit_code(error))
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -74,6 +78,12 @@ def main() -> None:
     finally:
         errors.wording = str
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _stop_writing() -> NoReturn:
+    """Exit without an error: the reader of a pipe, such as `head`, has read all that it wants."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.__stdout__.fileno() if sys.__stdout__ else 1)
+    sys.exit(0)
 
 
 def _worded(message: str) -> str:
@@ -94,10 +104,10 @@ def _refuse_usage(error: Any) -> NoReturn:  # noqa: ANN401 - typer has no public
     sys.exit(error.exit_code)
 
 
-def _fail(message: str) -> NoReturn:
+def _fail(message: str, code: int) -> NoReturn:
     ui.show_error(message)
     # As with diff(1), 1 means that two runs differ.
-    sys.exit(2 if sys.argv[1:2] == ["diff"] else 1)
+    sys.exit(2 if sys.argv[1:2] == ["diff"] else code)
 
 
 if __name__ == "__main__":

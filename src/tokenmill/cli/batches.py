@@ -177,7 +177,10 @@ def _read_state(file: Path | None, steps: str) -> dict[str, Any] | None:
 
 def what(
     run: ui.RunFile,
-    step: Annotated[int, typer.Option(help="Step to look at.")],
+    number: Annotated[
+        int | None, typer.Argument(metavar="STEP", help="Step to look at, from 0.", show_default=False)
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", hidden=True)] = None,
     rank: Annotated[int | None, typer.Option(help="Only the slice of this rank.")] = None,
     world_size: Annotated[int | None, typer.Option(help="Number of ranks; default: 1.")] = None,
     micro_batch: Annotated[int, typer.Option(help="Rows of a micro-batch, by which a balanced run is dealt.")] = 1,
@@ -189,6 +192,11 @@ def what(
     from tokenmill.loader import Layout, Loader, RankSlice
     from tokenmill.run.inspect import excerpt
 
+    if (number is None) == (step is None):
+        problem = "no step given" if step is None else f"two steps given: {number} and --step {step}"
+        raise ConfigError(f"what: {problem}; name one step, such as `tokenmill what {run} 5`")
+    step = number if step is None else step
+    assert step is not None  # one of the two
     opened = ui.open_run(run, world_size or None)
     plan = opened.plan()
     uses = plan.what(step)

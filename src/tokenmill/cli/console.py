@@ -27,7 +27,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from tokenmill import errors as messages
-from tokenmill.errors import ConfigError, harmless, nearest, warn, without_secrets
+from tokenmill.errors import ConfigError, MissingExtraError, PlanError, harmless, nearest, warn, without_secrets
 from tokenmill.tables import is_address
 from tokenmill.view.tables import Bar, Table, cell, is_numeric
 from tokenmill.view.tables import megabytes as megabytes  # noqa: PLC0414 - commands have it from here
@@ -161,11 +161,38 @@ EosId = Annotated[int | None, typer.Option(help="Id that ends a document, where 
 BosId = Annotated[int | None, typer.Option(help="Id that starts a document.")]
 Format = Annotated[str | None, typer.Option(help="Format of files of other projects; default: recognised.")]
 TextsBy = Annotated[
-    str | None, typer.Option("--tokenizer", help="What to show texts with; default: the copy kept with the store.")
+    str | None,
+    typer.Option("--tokenizer", "-t", help="What to show texts with; default: the copy kept with the store."),
 ]
 Find = Annotated[
     str | None, typer.Option(metavar="FIELD=VALUE", help="Look for documents by a kept field, such as url=...")
 ]
+
+
+def exit_code(error: Exception) -> int:
+    """Return 2 for usage, a config, or a path that does not exist; 1 for anything that failed."""
+    usage = (ConfigError, PlanError, MissingExtraError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    return 2 if isinstance(error, usage) else 1
+
+
+# Options that were renamed
+
+RENAMED = {("fork", "--to"): "--out", ("verify", "--hashes"): "--add-hashes", ("view", "--i-know"): "--expose"}
+"""Command and old spelling -> new spelling; the old one is accepted with a warning until release 0.2."""
+
+
+def with_new_names(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments of a command line with new spellings of options; print a warning for each old one."""
+    renamed = list(arguments)
+    command = next(iter(arguments), "")
+    end = renamed.index("--") if "--" in renamed else len(renamed)
+    for place, argument in enumerate(renamed[:end]):
+        old, equals, value = argument.partition("=")
+        new = RENAMED.get((command, old))
+        if new is not None:
+            warn(f"{old} is deprecated; use {new}")
+            renamed[place] = f"{new}{equals}{value}"
+    return renamed
 
 
 # What commands read

@@ -59,7 +59,13 @@ weights = {{ prose = 0.2, code = 0.2, dialogue = 0.6 }}
 
 def demo(
     out: Annotated[
-        Path | None, typer.Option(help="Folder to keep the stores and run.toml in; default: a temporary one.")
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="Folder to keep the stores and run.toml in; default: a temporary one.",
+        ),
     ] = None,
 ) -> None:
     """Run the whole flow on a bundled corpus, with no network, and prove what it promises."""
@@ -73,7 +79,7 @@ def demo(
         rows = [(*proof, Text("holds", "green")) for proof in proofs]
         ui.print_table("Proved", ("claim", "how", "result"), rows)
         if out is not None:
-            hint = f"kept in {out}: try `tokenmill what {out}/run.toml --step 41`"
+            hint = f"kept in {out}: try `tokenmill what {out}/run.toml 41`"
             ui.console.print(hint, highlight=False, soft_wrap=True)
 
 

@@ -229,8 +229,8 @@ def verify(
         typer.Option("--add-page-sums", help="Write checksums of pages beside the shards that are proven right."),
     ] = False,
     json: ui.AsJson = False,
-    hashes: Annotated[
-        bool, typer.Option("--hashes", help="Also add the hashes of documents to stores that lack them.")
+    add_hashes: Annotated[
+        bool, typer.Option("--add-hashes", help="Write hashes of documents to stores that lack them.")
     ] = False,
     dtype: ui.Dtype = None,
     vocab_size: ui.VocabSize = None,
@@ -260,7 +260,7 @@ def verify(
         reports = []
         for place in places:
             reports.append(check_store(place, progress=advance, options=options, add_page_sums=add_page_sums))
-            if hashes and not reports[-1].problems:
+            if add_hashes and not reports[-1].problems:
                 write_hashes(open_store(place))
             if not json and not reports[-1].problems:
                 _show_verified(reports[-1])
@@ -272,7 +272,7 @@ def verify(
         named = {"path": stores[0]} if len(stores) == 1 else {}
         ui.print_json(checked[0] if places == named_places[:1] else {**named, "ok": ok, "stores": checked})
     if not ok:
-        raise typer.Exit(1)
+        raise typer.Exit(2 if any(isinstance(place, Path) and not place.exists() for place in places) else 1)
 
 
 def _num_bytes(store: Path | str, options: ForeignOptions) -> int:
@@ -319,7 +319,7 @@ def view(
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     expose: Annotated[
         bool,
-        typer.Option("--i-know", help="Listen beyond this machine: anyone with the address reads all documents."),
+        typer.Option("--expose", help="Listen beyond this machine: anyone with the address reads all documents."),
     ] = False,
 ) -> None:
     """Show a run or a store in a browser: batches, mixture, packing, documents, differences of two runs.
@@ -339,7 +339,7 @@ def view(
     if host not in LOOPBACK and not expose:
         raise ConfigError(
             f"--host: must be an address of this machine alone, got {host!r}, by which others could read every "
-            "document; add --i-know if that is meant"
+            "document; add --expose if that is meant"
         )
     opened = Opened(path=ui.place(path), other=diff)
     with ui.busy("opening"):

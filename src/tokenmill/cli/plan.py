@@ -164,7 +164,9 @@ def _sentences(difference: Difference) -> Iterator[str]:
 def fork(
     run: ui.RunFile,
     at: Annotated[int, typer.Option(metavar="STEP", help="First step at which the new run may differ.")],
-    to: Annotated[Path, typer.Option(metavar="NEW.toml", help="Config to write; its state is written beside it.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="NEW.toml", help="Config to write, with its state next to it.")
+    ],
     name: Annotated[
         str | None, typer.Option(help="Name of the stage that begins there; default: fork.", show_default=False)
     ] = None,
@@ -179,12 +181,12 @@ def fork(
     All batches before that step are the same; this is proven before anything is written.
     """
     opened = ui.open_run(run, world_size)
-    fork = opened.fork(at=at, to=to, name=name, weights=None if weights is None else _weights(weights))
+    fork = opened.fork(at=at, to=out, name=name, weights=None if weights is None else _weights(weights))
     if json:
         ui.print_json(fork)
         return
-    state = to.with_name(fork.state.name)
-    ui.print_line(f"wrote {to} and {state}: stage {fork.stage!r} begins at step {fork.step:,}")
+    state = out.with_name(fork.state.name)
+    ui.print_line(f"wrote {out} and {state}: stage {fork.stage!r} begins at step {fork.step:,}")
     ui.print_line(f"all batches before are those of {run} (fingerprint {fork.shared[:12]})")
     if not fork.edited:
         ui.print_line(f"so are all after it, until you edit stage {fork.stage!r}")

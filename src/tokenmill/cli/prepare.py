@@ -21,7 +21,13 @@ ENGINES = ("local", "ray")
 
 def prepare(
     out: Annotated[
-        str, typer.Option(help="Folder of the store to write or to add to; or a new s3://, gs:// or az:// address.")
+        str,
+        typer.Option(
+            "--out",
+            "-o",
+            metavar="STORE",
+            help="Folder of the store to write or to add to; or a new s3://, gs:// or az:// address.",
+        ),
     ],
     inputs: Annotated[
         list[str] | None,
@@ -34,7 +40,12 @@ def prepare(
     ] = None,
     tokenizer: Annotated[
         str,
-        typer.Option(help="bytes, a tokenizer.json or .model, a folder with one, tiktoken:RANKFILE or hf:NAME."),
+        typer.Option(
+            "--tokenizer",
+            "-t",
+            metavar="SPEC",
+            help="bytes, a tokenizer.json or .model, a folder with one, tiktoken:RANKFILE or hf:NAME.",
+        ),
     ] = "bytes",
     recipe: Annotated[
         str,
@@ -99,7 +110,9 @@ def prepare(
     max_expansion: Annotated[
         int | None, typer.Option(help="Most text that a file may hold, as a multiple of its size. Default: 256.")
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Worker processes; default: one a core.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-j", metavar="N", help="Worker processes; default: one per core.")
+    ] = None,
     unit_timeout: Annotated[
         float | None,
         typer.Option(help="Seconds after which a unit without progress ends the build; default: no limit."),
@@ -321,7 +334,7 @@ def _show_prepared(report: PrepareReport) -> None:
 
 def import_(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="Token files: a file, folder, glob or prefix.")],
-    out: Annotated[Path, typer.Option(help="Folder of the store to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="STORE", help="Folder of the store to write.")],
     dtype: ui.Dtype = None,
     vocab_size: ui.VocabSize = None,
     eos_id: ui.EosId = None,
@@ -382,7 +395,7 @@ def export(
     to: Annotated[
         str, typer.Option("--format", help="What to write: megatron, nanoset, npy, astrai-bin, astrai-h5 or hf.")
     ],
-    out: Annotated[Path, typer.Option(help="New folder to write to.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="New folder to write to.")],
     drop_masks: Annotated[
         bool, typer.Option("--drop-masks", help="Give up masks that the format has no place for.")
     ] = False,

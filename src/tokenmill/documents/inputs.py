@@ -30,7 +30,7 @@ from tokenmill.documents.units import (
     too_much,
     whole,
 )
-from tokenmill.errors import ConfigError, DocumentError, nearest
+from tokenmill.errors import ConfigError, DocumentError, InputMissingError, nearest
 from tokenmill.tables import check_option, path_of
 from tokenmill.types import natural_key
 
@@ -211,7 +211,7 @@ def _expand(item: str) -> Iterator[tuple[str, bool]]:
             is_like_text = any(map(str.isspace, item)) or not os.path.splitext(item)[1]
             other = ", or pass a text as a record in Python: [{'text': ...}]" if is_like_text else ""
             shown = item if len(item) <= _MOST_SHOWN else f"{item[:_MOST_SHOWN]}..."
-            raise DocumentError(
+            raise InputMissingError(
                 f"{shown}: must be a file, folder or glob that matches some, got nothing there; "
                 f"fix the path (this process runs in {os.getcwd()}){other}"
             )

@@ -490,7 +490,9 @@ def _trained(run: Run, name: str, evals: Mapping[str, Sequence[_Documents]]) -> 
     matches = _find(trained, store, evals)
     if matches is not None:
         return replace(trained, matches=matches)
-    way_out = f"run `tokenmill verify --hashes {store.path}`" if is_ours(store.path) else "`tokenmill import` it"
+    way_out = (
+        f"run `tokenmill verify --add-hashes {store.path}`" if is_ours(store.path) else "`tokenmill import` it"
+    )
     return replace(trained, unknown=f"{store.path} has no hashes of its documents; {way_out}")
 
 

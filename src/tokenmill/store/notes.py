@@ -542,5 +542,5 @@ def _shard_place(store: Store, shard: int) -> Path | None:
 def _bad_hashes(file: Path, got: str) -> StoreCorruptError:
     return StoreCorruptError(
         f"{file}: must have the hashes of the documents of its shard, got {got}; delete it, and "
-        "`tokenmill verify --hashes` makes it again"
+        "`tokenmill verify --add-hashes` makes it again"
     )
