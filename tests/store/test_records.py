@@ -139,7 +139,7 @@ def test_find_names_a_field_that_is_not_kept(web):
 
 
 def test_find_in_a_store_without_kept_fields_says_how_to_keep_them(small_store):
-    with pytest.raises(tm.ConfigError, match=r"keeps no fields; prepare it again with --keep url"):
+    with pytest.raises(tm.ConfigError, match=r"keeps no fields; prepare it again with keep=\['url'\]"):
         open_store(small_store).find(url="x")
 
 

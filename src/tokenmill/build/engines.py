@@ -341,9 +341,9 @@ class _Worker:
 
 
 _JOB = b"job "
+"""Starts a line that is a job, for the units that follow it."""
 _SIGKILL, _SIGPROF = (getattr(signal, name, 0) for name in ("SIGKILL", "SIGPROF"))
 """Windows has neither: there a process ends with a code."""
-"""Starts a line that is a job, for the units that follow it."""
 
 
 def main() -> None:

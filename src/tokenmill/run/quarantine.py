@@ -107,7 +107,7 @@ def read_values(file: Path) -> list[str]:
 def _only_source(run: Run) -> str:
     names = list(run.stores)
     if len(names) != 1:
-        raise ConfigError(f"--source: the run has {len(names)} stored sources; name one of {', '.join(names)}")
+        raise ConfigError(f"source: the run has {len(names)} stored sources; name one of {', '.join(names)}")
     return names[0]
 
 

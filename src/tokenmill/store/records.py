@@ -220,7 +220,7 @@ def matches(store: Store, wanted: Mapping[str, Collection[bytes]]) -> Iterator[t
 def _unknown(store: Store, name: str, kept: Collection[str]) -> ConfigError:
     return ConfigError(
         f"{store.where}: unknown field {name!r}; "
-        + nearest(name, kept, f"it keeps {', '.join(kept) or 'no fields'}; prepare it again with --keep {name}")
+        + nearest(name, kept, f"it keeps {', '.join(kept) or 'no fields'}; prepare it again with keep=['{name}']")
     )
 
 

@@ -83,7 +83,7 @@ def test_a_file_of_16_bits_is_never_taken_for_one_of_32(tmp_path, count):
     ids = ids_of(0, count, "uint16")
     folder = write(tmp_path / "tokens", {"a": ids}, ".bin")
     with pytest.raises(
-        StoreError, match=r"a\.bin: the dtype of files without a header must be said.*dtype = uint16"
+        StoreError, match=r'a\.bin: the dtype of files without a header must be said.*dtype="uint16"'
     ):
         MemoryMappedDataset(folder, 10, "*.bin")
     proven = MemoryMappedDataset(folder, 10, "*.bin", vocab_size=50_000)

@@ -185,7 +185,7 @@ def test_a_note_that_matters_is_logged(tmp_path, caplog):
         Run.from_toml(tmp_path / "kf.toml")
     assert caplog.messages == [
         f"{tmp_path / 'kf.toml'}: the rows of a step are those of one rank, as the config does not say how many "
-        "there are; give --world-size N, or world_size=N"
+        "there are; give world_size=N"
     ]
 
 

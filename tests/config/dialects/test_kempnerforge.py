@@ -117,7 +117,7 @@ def test_what_is_not_said_is_as_there_and_noted():
         "train: taken as there by default, batch_size = 8, seq_len = 2048, max_steps = 100000, "
         "grad_accum_steps = 1",
         "the rows of a step are those of one rank, as the config does not say how many there are; "
-        "give --world-size N, or world_size=N",
+        "give world_size=N",
     )
 
 

@@ -233,8 +233,7 @@ def test_the_global_batch_is_said_or_counted_by_ranks(training, world_size, rows
     found = translate(tables, where="tt.toml", world_size=world_size)
     assert found.tables["run"]["global_batch_size"] == rows
     told = (
-        "the rows of a step are those of one rank, as the config does not say how many there are; "
-        "give --world-size N, or world_size=N"
+        "the rows of a step are those of one rank, as the config does not say how many there are; give world_size=N"
     )
     assert (told in found.notes, found.warnings) == (noted, (told,) if noted else ())
 
