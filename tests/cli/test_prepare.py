@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 
 import numpy as np
 import pytest
 
+from tokenmill.build.options import GROUPS, PrepareOptions
 from tokenmill.demo import TOKENIZER_DIR
 from tokenmill.store import open_store, verify
 
@@ -333,3 +335,31 @@ def test_records_without_the_fields_of_a_recipe_are_told_which_it_wants(tokenmil
 def test_without_a_tokenizer_the_report_says_that_ids_are_bytes(tokenmill, folder, tmp_path):
     done = tokenmill("prepare", folder / "web.jsonl", "--out", tmp_path / "web", "--workers", 1)
     assert "bytes: one id a byte; --tokenizer names that of a model" in done.out
+
+
+def test_the_help_has_every_option_once_in_its_group(tokenmill, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    panels = re.split(r"^╭─ (\w+) ─+╮$", tokenmill("prepare", "--help").out, flags=re.MULTILINE)
+    assert tuple(panels[5::2]) == GROUPS
+    texts = dict(zip(panels[1::2], panels[2::2], strict=True))
+    flags = {"add_bos": "bos", "add_eos": "eos", "engine": "tokenizer_engine"}
+    for item in fields(PrepareOptions):
+        if "option" in item.metadata:
+            flag = "--" + flags.get(item.name, item.name).replace("_", "-")
+            assert [name for name, text in texts.items() if re.search(rf"{flag}\s", text)] == [
+                item.metadata["option"].group
+            ]
+
+
+def test_help_texts_of_options_are_short_phrases():
+    described = [item.metadata["option"] for item in fields(PrepareOptions) if "option" in item.metadata]
+    assert [option.help for option in described if len(option.help.split()) > 10 or option.help.endswith(".")] == []
+
+
+def test_a_default_of_the_command_is_that_of_python(tokenmill, folder):
+    """Leaving all flags out gives the store that `tm.prepare` gives."""
+    assert tokenmill("prepare", folder / "web.jsonl", "--out", folder / "new").code == 0
+    assert (
+        open_store(folder / "new").manifest.fingerprint
+        == open_store(folder / "stores" / "web").manifest.fingerprint
+    )

@@ -11,21 +11,43 @@ Around it: `progress` shows how far a build is, `staged` copies inputs from obje
 `cached` prepares the documents that a run names.
 """
 
-from tokenmill.build.build import PrepareReport, prepare
-from tokenmill.build.engines import Executor, RayExecutor
-from tokenmill.build.job import PrepareOptions
-from tokenmill.build.parts import PartReport, UnitsReport, plan_units, run_part
-from tokenmill.build.progress import Progress
+from __future__ import annotations
 
-__all__ = [
-    "Executor",
-    "PartReport",
-    "PrepareOptions",
-    "PrepareReport",
-    "Progress",
-    "RayExecutor",
-    "UnitsReport",
-    "plan_units",
-    "prepare",
-    "run_part",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenmill.build.build import PrepareReport as PrepareReport
+    from tokenmill.build.build import prepare as prepare
+    from tokenmill.build.engines import Executor as Executor
+    from tokenmill.build.engines import RayExecutor as RayExecutor
+    from tokenmill.build.options import PrepareOptions as PrepareOptions
+    from tokenmill.build.parts import PartReport as PartReport
+    from tokenmill.build.parts import UnitsReport as UnitsReport
+    from tokenmill.build.parts import plan_units as plan_units
+    from tokenmill.build.parts import run_part as run_part
+    from tokenmill.build.progress import Progress as Progress
+
+# Late, so that `tokenmill --help` reads the options of `prepare` without loading what builds.
+_HOMES = {
+    "Executor": "engines",
+    "PartReport": "parts",
+    "PrepareOptions": "options",
+    "PrepareReport": "build",
+    "Progress": "progress",
+    "RayExecutor": "engines",
+    "UnitsReport": "parts",
+    "plan_units": "parts",
+    "prepare": "build",
+    "run_part": "parts",
+}
+
+__all__ = [*_HOMES]  # noqa: PLE0604 - the names of one table, listed once
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tokenmill.build' has no attribute {name!r}")
+    value = getattr(import_module(f"tokenmill.build.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

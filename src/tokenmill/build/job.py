@@ -31,10 +31,10 @@ import xxhash
 
 from tokenmill import __version__, errors
 from tokenmill.build.journal import Journal, UnitResult
+from tokenmill.build.options import PrepareOptions as PrepareOptions  # noqa: PLC0414 - others have it from here
 from tokenmill.build.progress import Show
 from tokenmill.build.unit import TEXT_KEY, MapRecord, OpenJob, scan_unit, write_unit
 from tokenmill.documents import InputFile, ReadOptions, Unit, find_files, sample_texts
-from tokenmill.documents.units import MAX_EXPANSION, MAX_RECORD_BYTES
 from tokenmill.encode.engines import framing_of, open_tokenizer, trusted
 from tokenmill.encode.files import copy_of, spec_of_copy
 from tokenmill.encode.hub import is_hub_name, parse, pinned
@@ -53,113 +53,14 @@ from tokenmill.errors import (
 from tokenmill.store import StoreSpec
 from tokenmill.store.durable import write_atomically
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
-from tokenmill.tables import as_json, check_fields, check_option, path_of, read_table, top_fields
-from tokenmill.types import ON_ERROR, Uint8Array
+from tokenmill.tables import as_json, path_of, read_table, top_fields
+from tokenmill.types import Uint8Array
 
 if TYPE_CHECKING:
     from tokenmill.build.records import Paths
     from tokenmill.encode.chat.template import ChatTemplate
 
 RecipeSpec: TypeAlias = "str | os.PathLike[str] | Mapping[str, object]"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareOptions:
-    """Options that are seldom changed. None leaves it to the recipe or the tokenizer."""
-
-    text_field: str | None = None
-    """Field of the text in a record, for the recipe `text`. `a.b` is the field of that name, else field b of the
-    object in field a."""
-    control_strings: str | None = None
-    """What becomes of strings such as `<|endoftext|>` in raw text: ordinary `text`, `encode`, or `drop`."""
-    system: str | None = None
-    """What the system says in every conversation that does not say it itself."""
-    train_turns: str | None = None
-    """Which messages of the trained roles are trained on: `all`, or the `last`."""
-    mask: Mapping[str, str] | None = None
-    """Role -> `train` or `mask`, over what the recipe says."""
-    chat_template: str | None = None
-    """`tokenizer`, the path of a template, or `chatml`: what messages, and the texts of a preset, go through."""
-    format: str | None = None
-    """How files are read whatever their endings: `text`, `jsonl`, `json`, `parquet`, `arrow`, `csv`, `tsv`, ..."""
-    delimiter: str | None = None
-    """What stands between the cells of CSV and TSV files; None: a comma, a tab."""
-    text_unit: str = "file"
-    """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
-    keep: tuple[str, ...] = ()
-    """Fields of a record that are kept beside its document, such as `id` and `url`, named as `text_field` is. Long
-    values are cut. Which file and line a document came from is noted always."""
-    on_error: str = "stop"
-    """What a bad record does, or a file that is broken: `stop` the build, or be `skip`ped, counted by reason and
-    listed in the manifest; of a broken file, what cannot be read any more."""
-    keep_empty: bool = False
-    """Whether a text without a character becomes a document, of BOS and EOS alone; else it is left out, counted as
-    `empty`."""
-    min_chars: int | None = None
-    """Records with fewer characters are left out, and counted."""
-    max_chars: int | None = None
-    max_items: int | None = None
-    """Only so many records are taken, the first in input order that the filters leave."""
-    max_seq_len: int | None = None
-    """Records with more tokens are cut, or what `on_long` says."""
-    on_long: str | None = None
-    """What becomes of them: `cut` (the default), `drop`, counted as `too_long`, or `stop` the build."""
-    domain_key: str | None = None
-    """Field that names the domain of a record; every domain becomes a store of its own below `out`."""
-    deduplicate: bool | None = None
-    """Of records with the same content only the first is taken."""
-    val_fraction: float | None = None
-    """Share of records, by a hash of their content, that go to the store `val` below `out`, the rest to `train`."""
-    max_tokens_per_shard: int | None = None
-    storage_format: str | None = None
-    """`bin`, or `h5` for HDF5."""
-    add_bos: bool | None = None
-    """Whether documents start with BOS; None: as the tokenizer has it."""
-    add_eos: bool | None = None
-    bos_token: str | None = None
-    """Which of the tokenizer's strings is BOS, where it does not say."""
-    eos_token: str | None = None
-    engine: str = "auto"
-    """What runs the tokenizer. `auto`: the fast engine if it agrees with the reference on a sample, else that."""
-    chunk_bytes: int | None = None
-    """How much input is one unit of work, which becomes a shard; None: by its size, 4 to 256 MiB (`chunk_size`)."""
-    same_names: bool = False
-    """Whether a file with the name of one that is in the store, and other content, is another file; else it is
-    refused, as one that has changed."""
-    max_record_bytes: int = MAX_RECORD_BYTES
-    """A larger record is a bad one; it bounds what a worker holds in memory."""
-    max_expansion: int = MAX_EXPANSION
-    """How many times its size a file may hold of text, compressed or encoded; 4 GiB are always allowed."""
-    checkpoint_seconds: float = 30.0
-    """How much work of a worker a kill can lose, at most."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_option("on_error", self.on_error, ON_ERROR)
-        if self.chunk_bytes is not None and self.chunk_bytes < 1:
-            raise ConfigError(f"chunk_bytes: must be at least 1, got {self.chunk_bytes}; leave it out")
-        names = list(self.keep)
-        are_paths = all(all(name.split(".")) for name in names)
-        if isinstance(self.keep, str) or len(set(names)) < len(names) or not are_paths:
-            raise ConfigError(
-                f"keep: must be a list of fields, each once, got {self.keep!r}; for example id and url"
-            )
-        ReadOptions(
-            text_field="text" if self.text_field is None else self.text_field,
-            text_unit=self.text_unit,
-            max_record_bytes=self.max_record_bytes,
-            max_expansion=self.max_expansion,
-            delimiter=self.delimiter,
-        )
-
-    def framing(self) -> dict[str, Any]:
-        """Return what the options say of BOS and EOS, as arguments of `open_tokenizer`."""
-        return {
-            "add_bos": self.add_bos,
-            "add_eos": self.add_eos,
-            "bos_token": self.bos_token,
-            "eos_token": self.eos_token,
-        }
 
 
 def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from tokenmill.build.options import GROUPS, OptionHelp, PrepareOptions
 from tokenmill.cli import console as ui
 from tokenmill.errors import ConfigError
 
@@ -19,185 +22,170 @@ if TYPE_CHECKING:
 ENGINES = ("local", "ray")
 
 
+FLAGS = {"add_bos": "bos", "add_eos": "eos", "engine": "tokenizer_engine"}
+"""Fields of `PrepareOptions` whose flags have other names."""
+SWITCHES = {
+    "bos": "--bos/--no-bos",
+    "eos": "--eos/--no-eos",
+    "keep_empty": "--keep-empty",
+    "deduplicate": "--deduplicate",
+    "same_names": "--same-names",
+}
+
+
+def _parsers() -> dict[str, Callable[[Any], Any]]:
+    """Return functions that read an option from its text on the command line."""
+    return {
+        "mask": _roles,
+        "keep": lambda text: tuple(text.split(",")) if text else (),
+        "delimiter": lambda text: "\t" if text == "\\t" else text,
+    }
+
+
+def _options_of(values: Mapping[str, Any]) -> PrepareOptions:
+    """Return the options that a command line specifies."""
+    parsers = _parsers()
+    described = [item.name for item in fields(PrepareOptions) if "option" in item.metadata]
+    chosen = {name: values[FLAGS.get(name, name)] for name in described}
+    return PrepareOptions(**{name: parsers.get(name, lambda value: value)(value) for name, value in chosen.items()})
+
+
+def _with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add a flag for each described field of `PrepareOptions` to a command, in the order of the groups."""
+    signature, hints = inspect.signature(command, eval_str=True), get_type_hints(PrepareOptions)
+    parameters = [item for item in signature.parameters.values() if item.kind is not item.VAR_KEYWORD]
+    for item in fields(PrepareOptions):
+        described: OptionHelp | None = item.metadata.get("option")
+        if described is None:
+            continue
+        name, kind = FLAGS.get(item.name, item.name), hints[item.name]
+        is_text = item.name in ("mask", "keep")  # parsed from text
+        option = typer.Option(
+            *([SWITCHES[name]] if name in SWITCHES else []),
+            help=described.help,
+            metavar=described.metavar,
+            rich_help_panel=described.group,
+            show_default=described.shown or (item.default not in (None, (), False)),
+        )
+        annotation = Annotated[str | None if is_text else kind, option]  # type: ignore[valid-type]
+        default = None if is_text else item.default
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+
+    def place(parameter: inspect.Parameter) -> int:
+        panel = getattr(parameter.annotation.__metadata__[0], "rich_help_panel", None)
+        return GROUPS.index(panel) if panel in GROUPS else -1
+
+    parameters = [item.replace(kind=item.KEYWORD_ONLY) for item in sorted(parameters, key=place)]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {item.name: item.annotation for item in parameters}
+    return command
+
+
+@_with_options
 def prepare(
-    out: Annotated[
-        str,
-        typer.Option(
-            "--out",
-            "-o",
-            metavar="STORE",
-            help="Folder of the store to write or to add to; or a new s3://, gs:// or az:// address.",
-        ),
-    ],
+    *,
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="INPUT...",
-            help="Files, globs, folders, hf:NAME[:CONFIG[:SPLIT]], or addresses such as s3://BUCKET/*.parquet. "
-            "JSONL, JSON, CSV, TSV and text (also .gz, .zst, .bz2, .xz), Parquet, Arrow, WebDataset tar.",
+            help="Files, globs, folders, hf:NAME[:CONFIG[:SPLIT]] or s3:// addresses",
             show_default=False,
         ),
     ] = None,
+    out: Annotated[
+        str,
+        typer.Option(
+            "--out", "-o", metavar="STORE", help="Folder or address of the store", rich_help_panel="Output"
+        ),
+    ],
+    recipe: Annotated[
+        str,
+        typer.Option(
+            metavar="RECIPE",
+            help="text, chat, instruction, dpo, kto, grpo, ... or a .toml file",
+            rich_help_panel="Input",
+        ),
+    ] = "text",
     tokenizer: Annotated[
         str,
         typer.Option(
             "--tokenizer",
             "-t",
             metavar="SPEC",
-            help="bytes, a tokenizer.json or .model, a folder with one, tiktoken:RANKFILE or hf:NAME.",
+            help="bytes, a tokenizer's file or folder, tiktoken:RANKFILE or hf:NAME",
+            rich_help_panel="Tokenizer",
         ),
     ] = "bytes",
-    recipe: Annotated[
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Replace a finished store at OUT", rich_help_panel="Output")
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            "-j",
+            metavar="N",
+            help="Worker processes",
+            show_default="one per core",
+            rich_help_panel="Parallel",
+        ),
+    ] = None,
+    engine: Annotated[
         str,
         typer.Option(
-            help="text, chat, instruction, completion, dpo, pairs, kto, grpo, prompts, or a .json or .toml file."
+            metavar="ENGINE", help="Executor of units: local processes, or ray", rich_help_panel="Parallel"
         ),
-    ] = "text",
-    control_strings: Annotated[
-        str | None, typer.Option(help="Strings such as <|endoftext|> in texts: text (default), encode, drop.")
-    ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="For messages: tokenizer (its own), a .jinja file, or chatml.")
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option(help="System message of conversations that have none of their own.")
-    ] = None,
-    train_turns: Annotated[
-        str | None, typer.Option(help="Messages of trained roles that are trained on: all, or last.")
-    ] = None,
-    mask: Annotated[
-        str | None, typer.Option(help="Roles that are trained on or not, such as tool=train,user=mask.")
-    ] = None,
-    text_field: Annotated[
-        str | None, typer.Option(help="Field that holds the text; a dot goes into a nested one. Default: text.")
-    ] = None,
-    format: Annotated[
-        str | None, typer.Option(help="Read all files as this: text, jsonl, json, parquet, arrow, csv, tsv, tar.")
-    ] = None,
-    delimiter: Annotated[
-        str | None, typer.Option(help="Between the cells of CSV and TSV; default: a comma, a tab.")
-    ] = None,
-    text_unit: Annotated[str, typer.Option(help="What one document is in text files: file, or line.")] = "file",
-    keep: Annotated[str | None, typer.Option(help="Fields to keep beside each document, such as id,url.")] = None,
-    on_error: Annotated[
-        str, typer.Option(help="What to do about bad records and broken files: stop, or skip (counted, listed).")
-    ] = "stop",
-    keep_empty: Annotated[
-        bool, typer.Option("--keep-empty", help="Keep texts without a character; else left out and counted.")
-    ] = False,
-    min_chars: Annotated[int | None, typer.Option(help="Leave out records with fewer characters.")] = None,
-    max_chars: Annotated[int | None, typer.Option(help="Leave out records with more characters.")] = None,
-    max_items: Annotated[int | None, typer.Option(help="Stop after this many records, in input order.")] = None,
-    max_seq_len: Annotated[int | None, typer.Option(help="Cut records to this many tokens.")] = None,
-    on_long: Annotated[
-        str | None, typer.Option(help="What to do about longer records: cut (default), drop (counted), or stop.")
-    ] = None,
-    domain_key: Annotated[
-        str | None, typer.Option(help="Field that names a domain; writes one store for each, below OUT.")
-    ] = None,
-    deduplicate: Annotated[
-        bool | None, typer.Option("--deduplicate", help="Keep only the first of records with the same content.")
-    ] = None,
-    val_fraction: Annotated[
-        float | None, typer.Option(help="Share of records that goes to OUT/val; the others go to OUT/train.")
-    ] = None,
-    same_names: Annotated[
-        bool, typer.Option("--same-names", help="Add files whose names the store has already: a second dump.")
-    ] = False,
-    max_record_bytes: Annotated[
-        int | None, typer.Option(help="Largest record; a worker takes up to 15 times that. Default: 64 MiB.")
-    ] = None,
-    max_expansion: Annotated[
-        int | None, typer.Option(help="Most text that a file may hold, as a multiple of its size. Default: 256.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option("--workers", "-j", metavar="N", help="Worker processes; default: one per core.")
-    ] = None,
-    unit_timeout: Annotated[
-        float | None,
-        typer.Option(help="Seconds after which a unit without progress ends the build; default: no limit."),
-    ] = None,
-    max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
-    storage_format: Annotated[str | None, typer.Option(help="bin, or h5 for HDF5.")] = None,
-    bos_token: Annotated[
-        str | None, typer.Option(help="Which string is BOS, if not what the tokenizer says.")
-    ] = None,
-    eos_token: Annotated[
-        str | None,
-        typer.Option(help="Which string is EOS; tokenizers of chat models often name the end of a turn."),
-    ] = None,
-    bos: Annotated[
-        bool | None, typer.Option(help="Start every document with BOS; default: if the tokenizer has one.")
-    ] = None,
-    eos: Annotated[
-        bool | None, typer.Option(help="End every document with EOS; default: if the tokenizer has one.")
-    ] = None,
-    tokenizer_engine: Annotated[
-        str, typer.Option(help="auto: the fast engine, where it is proven equal to the reference.")
-    ] = "auto",
-    engine: Annotated[
-        str, typer.Option(help="What runs the units: local (worker processes of this machine), or ray.")
     ] = "local",
     address: Annotated[
-        str | None, typer.Option(help="Cluster of Ray: auto, HOST:PORT, ...; default: one started here.")
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Ray cluster: auto, HOST:PORT, ...",
+            show_default="a new one on this machine",
+            rich_help_panel="Parallel",
+        ),
     ] = None,
     plan_only: Annotated[
-        bool, typer.Option("--plan-only", help="Write the list of units into OUT and stop, for --part.")
+        bool,
+        typer.Option(
+            "--plan-only", help="Write the list of units for --part, and stop", rich_help_panel="Parallel"
+        ),
     ] = False,
     part: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="Do only every N-th unit of the list in OUT that has no result yet."),
+        typer.Option(metavar="I/N", help="Do every N-th unit of the list", rich_help_panel="Parallel"),
     ] = None,
     publish: Annotated[
         bool,
-        typer.Option("--publish", help="Do the units that parts have left, and publish; as without these options."),
+        typer.Option("--publish", help="Do the remaining units and publish the store", rich_help_panel="Parallel"),
     ] = False,
-    rebuild: ui.Rebuild = False,
+    unit_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Time without progress of a unit that ends the build",
+            show_default="no limit",
+            rich_help_panel="Advanced",
+        ),
+    ] = None,
     staging: Annotated[
         Path | None,
-        typer.Option(help="Folder for copies of inputs from addresses, and for building a store that goes to one."),
+        typer.Option(
+            metavar="DIR", help="Folder for copies from and to object storage", rich_help_panel="Advanced"
+        ),
     ] = None,
     json: ui.AsJson = False,
+    **values: Any,  # noqa: ANN401 - of `PrepareOptions`
 ) -> None:
     """Turn files of text or records into a store. Run it again to go on after a crash, or to add new files."""
-    from tokenmill.build import PrepareOptions, plan_units, run_part
+    from tokenmill.build import plan_units, run_part
     from tokenmill.build.build import prepare as build
     from tokenmill.build.parts import asked_for
-    from tokenmill.documents.units import MAX_EXPANSION, MAX_RECORD_BYTES
 
     _check_mode(inputs, plan_only=plan_only, part=part, publish=publish, engine=engine, address=address)
-    options = PrepareOptions(
-        text_field=text_field,
-        control_strings=control_strings,
-        chat_template=chat_template,
-        system=system,
-        train_turns=train_turns,
-        mask=_roles(mask),
-        format=format,
-        delimiter="\t" if delimiter == "\\t" else delimiter,
-        text_unit=text_unit,
-        keep=tuple(keep.split(",")) if keep else (),
-        on_error=on_error,
-        keep_empty=keep_empty,
-        same_names=same_names,
-        min_chars=min_chars,
-        max_chars=max_chars,
-        max_items=max_items,
-        max_seq_len=max_seq_len,
-        on_long=on_long,
-        domain_key=domain_key,
-        deduplicate=deduplicate,
-        val_fraction=val_fraction,
-        max_tokens_per_shard=max_tokens_per_shard,
-        storage_format=storage_format,
-        bos_token=bos_token,
-        eos_token=eos_token,
-        add_bos=bos,
-        add_eos=eos,
-        engine=tokenizer_engine,
-        max_record_bytes=MAX_RECORD_BYTES if max_record_bytes is None else max_record_bytes,
-        max_expansion=MAX_EXPANSION if max_expansion is None else max_expansion,
-    )
+    options = _options_of(values)
     how: dict[str, Any] = {"tokenizer": tokenizer, "recipe": recipe, "staging": staging, "options": options}
     report: PrepareReport | UnitsReport | PartReport
     try:
