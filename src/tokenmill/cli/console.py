@@ -112,8 +112,6 @@ def take_over() -> None:
 _ARGUMENT = re.compile(
     r"""\b([a-z][a-z_]*)=(?:\.\.\.|\[["']([^"']*)["']\]|"([^"]*)"|'([^']*)'|(True|False|N|[0-9]+)\b)"""
 )
-    r"""\b([a-z][a-z_]*)=(?:\.\.\.|\[["']([^"']*)["']\]|"([^"]*)"|'([^']*)'|(True|False|N|[0-9]+)\b)"""
-)
 _FLAG_NAMES = {"add_bos": "bos", "add_eos": "eos", "engine": "tokenizer_engine"}
 """Argument of Python -> parameter of `prepare`, where they have different names."""
 
