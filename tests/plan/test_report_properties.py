@@ -285,7 +285,7 @@ def check_source(source, counted, run, caps):
     changes = sum(owner == name for _, owner in counted.indexes.values()) > 1
     if not restarted:
         assert source.epochs == pytest.approx(counted.epochs(name))
-    lossless = name != "tiny" and all((stage.packing, stage.split) == ("best_fit", "allow") for stage in stages)
+    lossless = name != "tiny" and all((stage.packing, stage.on_long) == ("best_fit", None) for stage in stages)
     if not changes or (lossless and not restarted):
         assert source.first_repeat == counted.first_repeat.get(name)
     elif name in counted.first_repeat:
