@@ -9,6 +9,7 @@
     │   ├── StoreMissingError(FileNotFoundError)   nothing, or nothing finished, at that path
     │   ├── StoreExistsError(FileExistsError)      something finished is already there
     │   ├── StoreCorruptError                      its files are not what its manifest says
+    │   ├── StoreFileMissingError                  both: a file that its manifest lists does not exist
     │   └── StoreUnreachableError(ConnectionError) object storage did not answer in time
     ├── PlanError(IndexError)          a step, row or document outside the plan
     ├── ResumeError(ValueError)        a state that this run must not continue
@@ -113,6 +114,10 @@ class StoreExistsError(StoreError, FileExistsError):
 
 class StoreCorruptError(StoreError):
     """The files of a store are not what its manifest says."""
+
+
+class StoreFileMissingError(StoreCorruptError, StoreMissingError):
+    """A file that the manifest of a store lists does not exist."""
 
 
 class StoreUnreachableError(StoreError, ConnectionError):

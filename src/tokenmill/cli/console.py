@@ -27,7 +27,16 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from tokenmill import errors as messages
-from tokenmill.errors import ConfigError, MissingExtraError, PlanError, harmless, nearest, warn, without_secrets
+from tokenmill.errors import (
+    ConfigError,
+    MissingExtraError,
+    PlanError,
+    StoreCorruptError,
+    harmless,
+    nearest,
+    warn,
+    without_secrets,
+)
 from tokenmill.tables import is_address
 from tokenmill.view.tables import Bar, Table, cell, is_numeric
 from tokenmill.view.tables import megabytes as megabytes  # noqa: PLC0414 - commands have it from here
@@ -174,7 +183,7 @@ Find = Annotated[
 def exit_code(error: Exception) -> int:
     """Return 2 for usage, a config, or a path that does not exist; 1 for anything that failed."""
     usage = (ConfigError, PlanError, MissingExtraError, FileNotFoundError, NotADirectoryError, IsADirectoryError)
-    return 2 if isinstance(error, usage) else 1
+    return 2 if isinstance(error, usage) and not isinstance(error, StoreCorruptError) else 1
 
 
 # Options that were renamed

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 import numpy as np
 import xxhash
 
-from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreError, nearest
+from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreError, StoreFileMissingError, nearest
 from tokenmill.faults import forget, num_faults, watch
 from tokenmill.store import layout
 from tokenmill.store.layout import WAY_OUT
@@ -361,7 +361,7 @@ def _open_checked(request: FileRequest) -> Iterator[int]:
             raise StoreCorruptError(f"{request.path.parent}: must be a folder of the store, got a link; {WAY_OUT}")
         descriptor, size = layout.open_plain(request.path)
     except (FileNotFoundError, NotADirectoryError):
-        raise StoreCorruptError(
+        raise StoreFileMissingError(
             f"{request.path}: must exist, as the manifest lists it, got nothing there; {WAY_OUT}"
         ) from None
     try:

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import msgspec
 import numpy as np
 
-from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
+from tokenmill.errors import StoreCorruptError, StoreError, StoreFileMissingError, StoreMissingError
 from tokenmill.store.foreign.files import (
     BLOCK,
     LLMC_HEADER,
@@ -478,7 +478,7 @@ def _bin_array(meta: Path, key: str, info: Mapping[str, Any]) -> ForeignArray:
         )
     file = meta.with_name(f"{key}.bin")
     if not file.is_file():
-        raise StoreCorruptError(f"{file}: must exist, as {meta.name} lists it, got nothing there; {_RESTORE}")
+        raise StoreFileMissingError(f"{file}: must exist, as {meta.name} lists it, got nothing there; {_RESTORE}")
     assert isinstance(shape, list)
     return array_of(file, np.dtype(dtype).newbyteorder("<"), count=shape[0])
 
