@@ -11,6 +11,7 @@ import tokenmill as tm
 from tokenmill.config import parse_config
 from tokenmill.config.run import to_toml
 from tokenmill.errors import ConfigError, ResumeError
+from tokenmill.run.fork import native_tables
 from tokenmill.run.history import PlanRecord, changes
 
 RUN = {"steps": 6, "global_batch_size": 2, "seq_len": 16}
@@ -141,6 +142,21 @@ def test_native_output_has_the_new_spelling(tmp_path, warnings):
     assert "split" not in text
     assert 'on_long = "truncate_end"' in text
     assert 'shuffle = "window"' in text
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_what_is_written_for_an_old_config_has_the_new_spelling(make_store, tmp_path, has_store):
+    """Without the store, only where its kind does not matter."""
+    if has_store:
+        make_store("web", [40] * 60)
+    old = to_toml({"run": RUN | {"on_long": "cut", "split": "allow"}, "sources": SOURCES})
+    (tmp_path / "old.toml").write_text(old)
+    run = tm.Run.from_toml(tmp_path / "old.toml")
+    word = "split" if has_store else "cut"
+    assert native_tables(run, run.translation)["run"] == RUN | {"on_long": word}
+    if has_store:
+        fork = run.fork(at=3, to=tmp_path / "new.toml")
+        assert 'on_long = "split"' in fork.config.read_text()
 
 
 def test_a_state_of_an_old_config_loads_with_the_new_one(make_store, tmp_path):

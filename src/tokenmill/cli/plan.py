@@ -57,11 +57,14 @@ def plan(
     ui.check_file("--html", html)
     ui.check_file("--svg", svg)
     if to_native:
+        from dataclasses import replace
+
+        from tokenmill.run.fork import native_tables
         from tokenmill.run.run import Run
 
-        translation = Run.from_toml(run, world_size=world_size).translation
-        assert translation is not None  # it was read from a file
-        ui.print_native(translation)
+        read = Run.from_toml(run, world_size=world_size)
+        assert read.translation is not None  # it was read from a file
+        ui.print_native(replace(read.translation, tables=native_tables(read, read.translation)))
         return
     opened = ui.open_run(run, world_size)
     with ui.busy("compiling the plan"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path, PurePosixPath
@@ -14,12 +15,14 @@ import msgspec
 
 from tokenmill.config.run import IN_TOKENS, Translation, parse_config, to_toml
 from tokenmill.config.schedule import MAIN_STAGE, ResolvedStage
-from tokenmill.errors import ConfigError, PlanError, writing
+from tokenmill.config.spelling import respell
+from tokenmill.errors import ConfigError, PlanError, TokenmillError, writing
 from tokenmill.loader import Loader, RankSlice
 from tokenmill.run.history import PLAN_DIGITS, Origin, PlanRecord, begins, record, table_of, tables_of
 from tokenmill.run.run import Run
 from tokenmill.store.durable import sync_folder
 from tokenmill.tables import is_address
+from tokenmill.types import RECORD_TYPES
 
 DEFAULT_NAME = "fork"
 _RAMP = ("ramp", "ramp_steps", "ramp_from")
@@ -77,10 +80,22 @@ def fork(
     )
 
 
+def native_tables(run: Run, translation: Translation) -> dict[str, Any]:
+    """Return the native tables of a run in the new spelling.
+
+    Stores are opened only for an old value whose meaning depends on their kind. It stays if they cannot be opened.
+    """
+    if respell(translation.tables)[1]:
+        with suppress(TokenmillError):
+            records = any(store.manifest.kind in RECORD_TYPES for store in run.stores.values())
+            return respell(translation.tables, records=records)[0]
+    return translation.tables
+
+
 def write_config(run: Run, to: Path) -> Path:
     """Write the config of a run as native TOML to a new file; see `Run.to_toml`."""
     file = _new_config(to)
-    written = run.translation.tables if run.translation else _tables(run)
+    written = native_tables(run, run.translation) if run.translation else _tables(run)
     _write_new(file, to_toml(_moved(written, run.folder, file.parent)).encode())
     return file
 
@@ -187,7 +202,7 @@ def _parts_at(run: Run, new: Run) -> int | None:
 def _tables(run: Run) -> dict[str, Any]:
     """Return the native tables of a run, as they were written or translated; tokens and epochs become steps."""
     if run.translation and run.epochs is None:
-        written = run.translation.tables
+        written = native_tables(run, run.translation)
         if not any(key in item for item, keys in _token_keys(written) for key in keys):
             return written
     tables = tables_of(run.config)
