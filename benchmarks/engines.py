@@ -178,6 +178,7 @@ def drive(num_units: int, work: Path) -> dict[str, Any]:
     from tokenmill.build.engines import run_by
     from tokenmill.build.job import Answer, Task
     from tokenmill.documents import InputFile, Piece, Unit
+    from tokenmill.encode.recipe.recipe import load_recipe
 
     (work / "none.jsonl").write_text('{"text": "a document"}\n')
     plan_units(work / "none.jsonl", out=work / "one")
@@ -196,11 +197,11 @@ def drive(num_units: int, work: Path) -> dict[str, Any]:
     def answer(task: bytes) -> bytes:
         return msgspec.json.encode(Answer(result=replace(known, key=msgspec.json.decode(task)["key"])))
 
-    result = module.BuildResult()
+    result, recipe = module.BuildResult(), load_recipe("text")
     begin = time.perf_counter()
     for task, each in zip(tasks, run_by(NoWork(answer), b"{}", tasks, lambda: None), strict=True):
         assert each is not None
-        result.add(task.unit, each, resumed=False, stop=True)
+        result.add(task.unit, each, recipe, resumed=False, stop=True)
     driven = time.perf_counter() - begin
     journal = journals.Journal(work / "store")
     for task in tasks:

@@ -5,11 +5,12 @@
     ├── DocumentError(ValueError)      an input record that cannot be read
     │   └── InputMissingError(FileNotFoundError)   no input at that path
     ├── TokenizerError(ValueError)     a tokenizer that cannot be loaded or trusted
+    │   └── TokenizerMissingError(FileNotFoundError)   no tokenizer at that path
     ├── StoreError(ValueError)         a store that cannot be used
     │   ├── StoreMissingError(FileNotFoundError)   nothing, or nothing finished, at that path
     │   ├── StoreExistsError(FileExistsError)      something finished is already there
     │   ├── StoreCorruptError                      its files are not what its manifest says
-    │   ├── StoreFileMissingError                  both: a file that its manifest lists does not exist
+    │   │   └── StoreFileMissingError(StoreMissingError)   a file that its manifest lists does not exist
     │   └── StoreUnreachableError(ConnectionError) object storage did not answer in time
     ├── PlanError(IndexError)          a step, row or document outside the plan
     ├── ResumeError(ValueError)        a state that this run must not continue
@@ -98,6 +99,10 @@ class InputMissingError(DocumentError, FileNotFoundError):
 
 class TokenizerError(TokenmillError, ValueError):
     """A tokenizer that cannot be loaded or trusted."""
+
+
+class TokenizerMissingError(TokenizerError, FileNotFoundError):
+    """No tokenizer at a path."""
 
 
 class StoreError(TokenmillError, ValueError):

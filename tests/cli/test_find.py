@@ -42,7 +42,7 @@ def test_inspect_says_that_no_document_has_the_field(tokenmill, found_run):
     assert (outcome.code, outcome.out) == (1, "[]\n")
     assert "no document has url=https://a.b; the value must be the whole" in outcome.err
     outcome = tokenmill("inspect", found_run.parent / "web", "--find", "https://a.b")
-    assert (outcome.code, "expected FIELD=VALUE, got 'https://a.b'" in outcome.err) == (1, True)
+    assert (outcome.code, "expected FIELD=VALUE, got 'https://a.b'" in outcome.err) == (2, True)
     outcome = tokenmill("inspect", found_run.parent / "web", "--find", "uri=x")
     assert "unknown field 'uri'; did you mean 'url'?" in outcome.err
 
@@ -58,7 +58,7 @@ def test_when_by_a_field_is_when_of_each_document(tokenmill, found_run):
 @pytest.mark.parametrize("both", [(), ("--document", 3, "--find", "id=3")])
 def test_when_takes_a_document_or_a_field(tokenmill, found_run, both):
     outcome = tokenmill("when", found_run, "--source", "web", *both)
-    assert (outcome.code, "expected one of --document and --find" in outcome.err) == (1, True)
+    assert (outcome.code, "expected one of --document and --find" in outcome.err) == (2, True)
 
 
 def test_when_names_an_unknown_source_and_a_value_that_no_document_has(tokenmill, found_run):
@@ -129,7 +129,7 @@ def test_a_quarantine_that_cannot_be_added_leaves_everything(tokenmill, found_ru
     found_run.write_text(change(found_run.read_text()))
     before = found_run.read_text()
     outcome = quarantined(tokenmill, found_run, "--from-step", 3)
-    assert (outcome.code, found_run.read_text()) == (1, before)
+    assert (outcome.code, found_run.read_text()) == (2, before)
     assert message in outcome.err
     assert list(found_run.parent.glob("*quarantine*")) == []
 

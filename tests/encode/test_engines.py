@@ -132,7 +132,7 @@ def test_a_folder_without_a_tokenizer_says_what_it_holds(tmp_path):
     [("bytes", "tokenizers", "auto, bytes"), ("tiny", "tiktoken", "auto, fastokens, tokenizers")],
 )
 def test_an_engine_of_another_kind_is_refused(specs, name, engine, known):
-    with pytest.raises(TokenizerError, match=f"must be one of {known}, got '{engine}'"):
+    with pytest.raises(ConfigError, match=f"must be one of {known}, got '{engine}'"):
         open_tokenizer(specs[name], engine=engine)
 
 

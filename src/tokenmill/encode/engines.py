@@ -36,7 +36,7 @@ from tokenmill.encode.tokenizer import (
     refuse_surrogates,
     split,
 )
-from tokenmill.errors import TokenizerError, nearest, warn
+from tokenmill.errors import ConfigError, TokenizerError, nearest, warn
 from tokenmill.tables import check_types, path_of
 from tokenmill.types import AnyArray, BoolArray, Encoded
 
@@ -503,7 +503,7 @@ def open_tokenizer(
     engines = engines_of(spec)
     if engine not in ("auto", *engines):
         known = ("auto", *engines)
-        raise TokenizerError(
+        raise ConfigError(
             f"tokenizer {spec!r}: its engine must be one of {', '.join(known)}, got {engine!r}; "
             f"{nearest(engine, known)}"
         )

@@ -18,7 +18,7 @@ import msgspec
 
 from tokenmill.encode.hub import local_spec, suggestion
 from tokenmill.encode.tokenizer import BOS_NAMES, EOS_NAMES, PAD_NAMES, Vocabulary, content_digest, engine_errors
-from tokenmill.errors import TokenizerError, TokenmillError, nearest
+from tokenmill.errors import TokenizerError, TokenizerMissingError, TokenmillError, nearest
 from tokenmill.fingerprint import canonical
 from tokenmill.tables import MAX_TOKENIZER_BYTES, Count, read_bytes, read_table
 from tokenmill.types import AnyArray
@@ -142,7 +142,7 @@ def _json_path(spec: str) -> Path:
             f"tokenizer {spec!r}: the folder must hold a tokenizer.json or a tokenizer.model, got {names}; save it "
             "with tokenizer.save_pretrained(folder) of a fast Hugging Face tokenizer"
         )
-    raise TokenizerError(
+    raise TokenizerMissingError(
         f"tokenizer {spec!r}: must be 'bytes', a tokenizer.json, a .model file, a folder holding one, or "
         "'tiktoken:<rank file>', got a path that does not exist; save the tokenizer to a folder, "
         f"or write hf:NAME to download it from the Hugging Face hub{suggestion(spec)}"
