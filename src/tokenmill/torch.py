@@ -1,40 +1,50 @@
-"""What torch users need, in one import: tensors, ranks, and datasets, samplers and loaders as torch has them."""
+"""Batches of a run as torch tensors, for one process or under torch.distributed."""
+
+# ruff: noqa: PLC0414 - an alias to itself marks a name that may be imported from here
 
 from __future__ import annotations
 
-from tokenmill.adapters.kempnerforge import (
-    DataConfig,
-    DatasetSource,
-    DistributedSampler,
-    HuggingFaceDataset,
-    MemoryMappedDataset,
-    MixtureDataset,
-    MixtureSampler,
-    StatefulDataLoader,
-    StreamingDataLoader,
-    StreamingHuggingFaceDataset,
-    TrainingPhase,
-    build_dataloader,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from tokenmill.adapters.torch import TorchLoader, find_rank, lr_scheduler, mesh_layout, to_torch, torch_loader
 
-__all__ = [
-    "DataConfig",
-    "DatasetSource",
-    "DistributedSampler",
-    "HuggingFaceDataset",
-    "MemoryMappedDataset",
-    "MixtureDataset",
-    "MixtureSampler",
-    "StatefulDataLoader",
-    "StreamingDataLoader",
-    "StreamingHuggingFaceDataset",
-    "TorchLoader",
-    "TrainingPhase",
-    "build_dataloader",
-    "find_rank",
-    "lr_scheduler",
-    "mesh_layout",
-    "to_torch",
-    "torch_loader",
-]
+if TYPE_CHECKING:
+    from tokenmill.adapters.kempnerforge import DataConfig as DataConfig
+    from tokenmill.adapters.kempnerforge import DatasetSource as DatasetSource
+    from tokenmill.adapters.kempnerforge import DistributedSampler as DistributedSampler
+    from tokenmill.adapters.kempnerforge import HuggingFaceDataset as HuggingFaceDataset
+    from tokenmill.adapters.kempnerforge import MemoryMappedDataset as MemoryMappedDataset
+    from tokenmill.adapters.kempnerforge import MixtureDataset as MixtureDataset
+    from tokenmill.adapters.kempnerforge import MixtureSampler as MixtureSampler
+    from tokenmill.adapters.kempnerforge import StatefulDataLoader as StatefulDataLoader
+    from tokenmill.adapters.kempnerforge import StreamingDataLoader as StreamingDataLoader
+    from tokenmill.adapters.kempnerforge import StreamingHuggingFaceDataset as StreamingHuggingFaceDataset
+    from tokenmill.adapters.kempnerforge import TrainingPhase as TrainingPhase
+    from tokenmill.adapters.kempnerforge import build_dataloader as build_dataloader
+
+__all__ = ["TorchLoader", "find_rank", "lr_scheduler", "mesh_layout", "to_torch", "torch_loader"]
+
+_KEMPNERFORGE = frozenset(
+    (
+        "DataConfig",
+        "DatasetSource",
+        "DistributedSampler",
+        "HuggingFaceDataset",
+        "MemoryMappedDataset",
+        "MixtureDataset",
+        "MixtureSampler",
+        "StatefulDataLoader",
+        "StreamingDataLoader",
+        "StreamingHuggingFaceDataset",
+        "TrainingPhase",
+        "build_dataloader",
+    )
+)
+"""Names of `tokenmill.adapters.kempnerforge` that may be imported from here as well."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _KEMPNERFORGE:
+        raise AttributeError(f"module 'tokenmill.torch' has no attribute {name!r}")
+    return getattr(import_module("tokenmill.adapters.kempnerforge"), name)
