@@ -8,7 +8,6 @@ import io
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -182,8 +181,8 @@ def script_of(row: str) -> str:
 
 
 def make_workplace(folder: Path) -> Path:
-    """Make a working directory as the documents assume it: a small corpus in corpus/."""
-    shutil.copytree(ROOT / "src" / "tokenmill" / "demo" / "corpus", folder / "corpus")
+    """Make the empty working directory of a reader."""
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -324,7 +323,7 @@ def test_the_runner_finds_blocks_with_their_notes_and_lines():
 
 def test_the_runner_runs_a_page_in_order_in_one_namespace(workplace):
     assert run_page(SAMPLE, "sample", workplace)["steps"] == 4
-    assert (workplace / "corpus" / "prose.jsonl").is_file()
+    assert not (workplace / "corpus").exists()
 
 
 @pytest.mark.parametrize("page", ["", "# Title\n\nwords only\n", "| a |\n|---|\n| 1 |\n"])

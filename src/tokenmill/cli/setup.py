@@ -66,7 +66,7 @@ def _make_demo(folder: Path) -> str:
 
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copytree(CORPUS_DIR, folder / "corpus", dirs_exist_ok=True)
-    store = folder / "stores" / "prose"
+    store = folder / "stores" / "demo"
     report = prepare(folder / "corpus" / "prose.jsonl", out=store, tokenizer="bytes", progress=False)
     ui.print_line(
         f"wrote {folder / 'corpus'} and {store}: {report.documents:,} documents, {report.tokens:,} tokens"
