@@ -124,9 +124,10 @@ def test_old_spellings_of_options_are_accepted_with_a_warning(tokenmill, run_tom
     store = run_toml.with_name("stores") / "web"
     done = tokenmill("verify", store, "--hashes")
     assert (done.code, done.err) == (0, "warning: --hashes is deprecated; use --add-hashes\n")
-    # Nothing listens: the address is refused after the option was read.
+    # The address is no address, and the viewer may not be installed: the option was read before.
     done = tokenmill("view", run_toml, "--host", "no such host", "--i-know")
-    assert done.err.startswith("warning: --i-know is deprecated; use --expose\nerror: --host: must be an address")
+    assert done.err.startswith("warning: --i-know is deprecated; use --expose\nerror: ")
+    assert "No such option" not in done.err
     assert tokenmill("plan", "--", "--to").err.count("deprecated") == 0
 
 
