@@ -1,4 +1,4 @@
-"""Functions of higher rooms that methods of lower ones call: a lower room knows the name, `tokenmill` the home.
+"""Functions of higher rooms that lower rooms call by name; `tokenmill/__init__.py` sets the module of each.
 
 A store can show its text, and a run its viewer, although neither may import what decodes or draws.
 """
@@ -13,11 +13,11 @@ _HOMES: dict[str, str] = {}
 
 
 def attach(homes: Mapping[str, str]) -> None:
-    """Say in which module each function is; it is imported when it is first called."""
+    """Set the module of each function; the module is imported at the first call."""
     _HOMES.update(homes)
 
 
 def attached(name: str) -> Callable[..., Any]:
-    """Return a function of a higher room."""
+    """Return the function that was attached under a name."""
     function: Callable[..., Any] = getattr(import_module(_HOMES[name]), name)
     return function

@@ -25,26 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchLoader", "find_rank", "lr_scheduler", "mesh_layout", "to_torch", "torch_loader"]
 
-_KEMPNERFORGE = frozenset(
-    (
-        "DataConfig",
-        "DatasetSource",
-        "DistributedSampler",
-        "HuggingFaceDataset",
-        "MemoryMappedDataset",
-        "MixtureDataset",
-        "MixtureSampler",
-        "StatefulDataLoader",
-        "StreamingDataLoader",
-        "StreamingHuggingFaceDataset",
-        "TrainingPhase",
-        "build_dataloader",
-    )
-)
-"""Names of `tokenmill.adapters.kempnerforge` that may be imported from here as well."""
+_NOT_HERE = {"merge_states"}
+"""Names of the KempnerForge adapter that mean something else for other loaders."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _KEMPNERFORGE:
-        raise AttributeError(f"module 'tokenmill.torch' has no attribute {name!r}")
-    return getattr(import_module("tokenmill.adapters.kempnerforge"), name)
+    """Return a name of `tokenmill.adapters.kempnerforge`, which may be imported from here as well."""
+    if not name.startswith("_") and name not in _NOT_HERE:
+        adapter = import_module("tokenmill.adapters.kempnerforge")
+        if name in adapter.__all__:
+            value: object = getattr(adapter, name)
+            return value
+    raise AttributeError(f"module 'tokenmill.torch' has no attribute {name!r}")
