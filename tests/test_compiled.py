@@ -165,8 +165,15 @@ def test_where_locks_do_not_work_everyone_compiles(folder):
     lines = "import sys; sys.modules.pop('fcntl', None); import importlib.machinery as m\n"
     lines += f"sys.modules['fcntl'] = m.SourceFileLoader('fcntl', {str(folder / 'fcntl.py')!r}).load_module()\n"
     (folder / "some_numbers.py").write_text(f"{lines}START = 0\n")
-    processes = [start(folder, cache=folder / "cache", at_end="time.sleep(0.5)", stderr=-3) for _ in range(2)]
-    assert [output(process) for process in processes] == [f"[10, 11] {ALL}\n"] * 2
+    # One is in the middle of its first kernel for as long as the other takes for all.
+    stop = 'print("compiling", flush=True); time.sleep(100)'
+    holder = start(folder, cache=folder / "cache", at_end=stop, stderr=-3)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "compiling\n"
+    assert output(start(folder, cache=folder / "cache", stderr=-3)) == f"[10, 11] {ALL}\n"
+    assert holder.poll() is None
+    holder.kill()
+    holder.communicate()
 
 
 @pytest.fixture
