@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "compatibility.md"
+PAGE = ROOT / "docs" / "explanation" / "compatibility.md"
 ROW = re.compile(r"^\| (?P<statement>[^|]+) \| (?P<answer>[^|]+) \| (?P<tests>(?:`[^`|]+::[^`|]+`(?:, )?)+) \|$")
 
 

@@ -19,21 +19,15 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [
-    page
-    for page in (
-        ROOT / "README.md",
-        ROOT / "docs" / "architecture.md",
-        *sorted((ROOT / "docs" / "guides").glob("*.md")),
-    )
-    if page.exists()
-]
+DOCS = ROOT / "docs"
+PARTS = ("start", "migrate", "how-to", "reference", "explanation")
+PAGES = [ROOT / "README.md", *(page for part in PARTS for page in sorted((DOCS / part).glob("*.md")))]
 LINKED = [
     *PAGES,
     ROOT / "SECURITY.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs" / "decisions").glob("*.md")),
+    *sorted(DOCS.glob("*.md")),
+    *sorted((DOCS / "decisions").glob("*.md")),
 ]
 SHELLS = {"bash", "sh", "console"}
 SHOWN = {"", "text", "json", "toml"}
@@ -192,7 +186,7 @@ def workplace(tmp_path, monkeypatch):
     return tmp_path
 
 
-ALONE = {"README.md", "first-run.md", "jax.md"}
+ALONE = {"README.md", "quick-start.md", "jax.md"}
 """Pages that a reader begins with, each in a fresh interpreter; and one whose threads would outlive it."""
 FRAMEWORKS = r"^\s*(?:import|from) (?:transformers|trl|lightning)\b"
 TORCH = r"^\s*(?:import|from) (?:torch|tokenmill\.torch|tokenmill\.adapters)\b"
@@ -386,5 +380,5 @@ if __name__ == "__main__":
     start = Path.cwd()
     for page in map(Path, sys.argv[1:]):
         print(f"{page}:", flush=True)
-        os.chdir(make_workplace(start / page.stem))
+        os.chdir(make_workplace(start / page.parent.name / page.stem))
         run_page(page.read_text(encoding="utf-8"), str(page), Path.cwd())

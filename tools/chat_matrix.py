@@ -7,7 +7,7 @@ calls, with reasoning. They are read from Parquet by the recipe `chat`, and must
 Ids are compared with those of `apply_chat_template` of transformers. Masks are compared with its mask of generation
 blocks, where a template has them; and by words: each role says words of its own, and what is trained on must hold
 all those of the assistant that stand in the text, no other's, and behind the last of a turn no more than its end.
-`--write` brings the table of docs/guides/templates.md up to date.
+`--write` brings the table of docs/reference/chat-templates.md up to date.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tokenmill.encode.recipe import load_recipe
 from tokenmill.encode.recipe.extract import VariantReader, choose, tools_of
 from tokenmill.encode.tokenizer import Tokenizer
 
-PAGE = Path(__file__).parents[1] / "docs" / "guides" / "templates.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "chat-templates.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 FAMILIES = {"qwen": "qwen3", "llama3": "llama3_1", "deepseek": "deepseek_v3"}
 BYTES, PIECES = "llama3_1", "llama2"

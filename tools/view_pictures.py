@@ -1,4 +1,4 @@
-"""Take the pictures of docs/guides/view.md: the demo's run, in a real browser.
+"""Take the pictures of docs/how-to/view.md: the demo's run, in a real browser.
 
     python tools/view_pictures.py [--out docs/pictures]
 

@@ -216,7 +216,7 @@ def test_parts_killed_at_random_end_with_the_same_store(corpus, wanted, tmp_path
 
 def script_of(name):
     """Return a file of the guide on clusters."""
-    page = Path(__file__).parents[2] / "docs" / "guides" / "clusters.md"
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "clusters.md"
     found = re.search(rf"<!-- file: {re.escape(name)} -->\n```\w+\n(.*?)```", page.read_text(), re.DOTALL)
     return found[1]
 

@@ -140,7 +140,7 @@ def test_cut_records_with_a_mask_are_told_by_stage_and_source(tokenmill, chats):
     lengths = np.diff(open_store(chats.parent / "chat").document_offsets(0, 13)).tolist()
     assert lengths[:4] == [129, 130, 131, 18]
     found = cuts_told(tokenmill, chats)
-    way_out = 'on_long = "drop" leaves them out, "stop" refuses them (docs/guides/packing.md)'
+    way_out = 'on_long = "drop" leaves them out, "stop" refuses them (docs/reference/config.md)'
     assert found == [
         f"stage 'one': 2 of 13 records of 'chat' are longer than a row of 128 tokens and are cut: {LOST}; {way_out}"
     ]

@@ -184,7 +184,7 @@ def test_every_key_is_documented():
     from tokenmill.config.run import RunConfig, SourceConfig, StageConfig
     from tokenmill.config.schedule import QuarantineConfig, SkipConfig
 
-    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
     sections = page.split("\n## ")
     kinds = (RunConfig, SourceConfig, StageConfig, SkipConfig, QuarantineConfig, EvalConfig)
     for kind, section in zip(kinds, sections[1:7], strict=True):

@@ -488,7 +488,7 @@ RESPELLED = {
     (None, "stop"): ("stop", "stop"),
     ("allow", "stop"): ("stop", "stop"),
 }
-"""The table of docs/config.md; every other pair was an error, and is."""
+"""The table of docs/reference/config.md; every other pair was an error, and is."""
 CONTRADICTIONS = [
     (split, on_long)
     for split in ("allow", "forbid", "truncate_start", "truncate_end")

@@ -652,7 +652,7 @@ def test_golden_stores_of_version_2_read_back_to_the_listed_values(name, records
 
 
 def test_golden_files_of_pairs_are_the_bytes_of_the_specification():
-    """A reader written from docs/format.md alone: an index an axis, offsets as u64, then a u32 an anchor."""
+    """A reader written from docs/reference/store-format.md: an index per axis, u64 offsets, u32 anchors."""
     first, second = GOLDEN / "v2-dpo" / "shard-00000", GOLDEN / "v2-dpo" / "shard-00001"
     assert (
         sorted(os.listdir(first))
@@ -676,7 +676,7 @@ def test_golden_files_of_pairs_are_the_bytes_of_the_specification():
 
 
 def test_golden_h5_files_are_read_by_their_places():
-    """A reader written from docs/format.md alone: bytes at the places that the manifest gives."""
+    """A reader written from docs/reference/store-format.md alone: bytes at the places that the manifest gives."""
     body = json.loads((GOLDEN / "v2-h5" / "manifest.json").read_bytes())
     shard = body["shards"][0]
     assert shard["axes"] == {"prompts": [2, 3], "responses": [2, 2], "groups": [2, 2]}

@@ -111,7 +111,7 @@ def test_golden_store_of_version_1_reads_back_to_the_listed_values():
 
 
 def test_golden_files_are_the_bytes_of_the_specification():
-    """A reader written from docs/format.md alone: offsets as u64, then one u32 for every 1,024th token."""
+    """A reader written from docs/reference/store-format.md alone: u64 offsets, then a u32 per 1,024 tokens."""
     first, second = GOLDEN / "shard-00000", GOLDEN / "shard-00001"
     assert (first / "sequence.bin").read_bytes() == np.array([256, 72, 105, 257, 256, 257], "<u2").tobytes()
     assert (second / "sequence.bin").read_bytes() == np.array(GOLDEN_DOCUMENTS[3], "<u2").tobytes()

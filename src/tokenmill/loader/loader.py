@@ -303,7 +303,7 @@ class Loader:
     ) -> dict[str, int | float | str]:
         """Return the progress of the run as a flat dict of numbers, for W&B, TensorBoard or MLflow.
 
-        docs/guides/metrics.md documents each key. Counts are those before the step of the next batch. They follow
+        docs/how-to/metrics.md documents each key. Counts are those before the step of the next batch. They follow
         from the plan and the step, so they are equal on all ranks and exact after a resume. Times are those of this
         rank, and so are epochs of live text. Unknown values are left out.
 

@@ -508,7 +508,7 @@ def _is_seen(plan: Plan, run: Run, edit: QuarantineConfig) -> bool:
 # is trained on without it.
 
 _CUT = "what follows a cut is trained without what stood before"
-_GUIDE = "docs/guides/packing.md"
+_GUIDE = "docs/reference/config.md"
 _BEST_FIT = f'packing = "best_fit" cuts only longer ones, and none with on_long = "stop" or "drop" ({_GUIDE})'
 CUT_ENDS = {"truncate_end": "end", "truncate_start": "beginning"}
 """Split -> which part of a long record is lost."""

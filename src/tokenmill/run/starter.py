@@ -86,7 +86,7 @@ def starter_toml(stores: Sequence[tuple[str, Store]]) -> str:
         run.append(("weights", "tokens", "share per source: by size, or { web = 0.7, code = 0.3 }"))
     lines = [
         "# A training run of tokenmill. Check it with `tokenmill plan`, then train with `tm.Run.from_toml`.",
-        "# Relative paths start at the folder of this file. Reference of all keys: docs/config.md",
+        "# Relative paths start at the folder of this file. Reference of all keys: docs/reference/config.md",
         "",
         "[run]",
         *_commented(run),

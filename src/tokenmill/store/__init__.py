@@ -5,7 +5,7 @@
    opens a store by reading its manifest alone; maps files when tokens are asked for, a bounded number at a time.
 3. Out: any run of tokens or any document, as arrays; addresses for the kernels of `packing` and `loader`.
 
-`docs/format.md` is the byte layout.
+`docs/reference/store-format.md` is the byte layout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A store at rest: the names, dtypes and sizes of its files, and the manifest that lists them.
 
-The manifest is everything that is known of a store without opening another file. `docs/format.md` is the same in
-words.
+The manifest holds everything that a reader needs before it opens another file.
+`docs/reference/store-format.md` describes the same layout in words.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ each that was taken; fields are kept for each document, as JSON.
 Hashes: 8 bytes a document, by which documents of two stores are known for the same. `.hashes/00007.bin` has those
 of shard 7, written with the shard; `write_hashes` adds them to a store of an earlier tokenmill. BOS before a
 document and EOS behind it do not count, nor does the width of ids, so that the same text has the same hash in every
-store of one tokenizer. `docs/format.md` is the layout of both.
+store of one tokenizer. `docs/reference/store-format.md` is the layout of both.
 """
 
 from __future__ import annotations

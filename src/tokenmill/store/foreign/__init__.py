@@ -6,5 +6,5 @@
 3. Out: a manifest and the places of the arrays, so that a `Store` maps them like its own; or a store of ours,
    converted and compared token by token.
 
-`docs/guides/foreign.md` says what each format gives.
+`docs/how-to/foreign-stores.md` says what each format gives.
 """
