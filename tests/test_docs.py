@@ -1,4 +1,17 @@
-"""What the documents say is run: code blocks, commands, figures, links, doctests."""
+"""README and docs are run: code blocks, commands and their output, figures, links, doctests.
+
+Every page runs from an empty folder, top to bottom, in one Python namespace. Blocks are marked so:
+
+- `python` blocks run. A `text` block after `<!-- prints -->` must equal what the Python block before it printed.
+- `console` blocks hold commands after `$ `; lines below a command must equal what it printed, at 80 columns.
+  A command without lines below it only runs. After `<!-- fails -->`, every command of the block must fail.
+- `bash` blocks hold commands without output.
+- `<!-- file: run.toml -->` before a block writes it to that file.
+- `<!-- not run: reason -->` before a block leaves it out.
+- In shown output, `...` stands for any text within a line; a line `...` stands for any number of lines.
+
+`python tests/test_docs.py PAGE...` runs pages alone; with `--write` it puts real output where shown output differs.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +23,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -30,8 +44,14 @@ LINKED = [
     *sorted((DOCS / "decisions").glob("*.md")),
 ]
 SHELLS = {"bash", "sh", "console"}
-SHOWN = {"", "text", "json", "toml"}
+SHOWN = {"", "text", "json", "toml", "yaml", "diff", "mermaid"}
 """Languages of blocks that show something and have nothing to run."""
+COMMANDS = {"tokenmill", "make", "python", "cat", "ls"}
+"""Commands that are run; of `make`, only the target is checked."""
+
+
+Corrections = dict[tuple[int, int], str]
+"""Real output by the lines of a page that it replaces, first and after the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +78,7 @@ def blocks_of(page: str) -> Iterator[Block]:
             note = re.fullmatch(r"<!--\s*(.*?)\s*-->", before)
             yield Block(
                 language=fence[2],
-                text="\n".join(lines[number + 1 : end]) + "\n",
+                text="".join(f"{line}\n" for line in lines[number + 1 : end]),
                 line=number + 2,
                 note=note[1] if note else "",
             )
@@ -68,51 +88,94 @@ def blocks_of(page: str) -> Iterator[Block]:
         number += 1
 
 
-def commands_of(block: Block) -> list[str]:
-    """Return the commands of a block, without prompts, comments and what the commands print."""
-    lines = block.text.replace("\\\n", " ").splitlines()
-    if any(line.startswith("$ ") for line in lines):
-        lines = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-    return [line.strip() for line in lines if shlex.split(line, comments=True)]
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command of a block."""
+
+    text: str
+    output: str = ""
+    """Output shown below the command."""
+    start: int = 0
+    """First line of the shown output within the block."""
+    end: int = 0
+    """Line after the shown output."""
+
+
+def commands_of(block: Block) -> list[Command]:
+    """Return the commands of a block with the output shown below each; without prompts and comments."""
+    lines = block.text.splitlines()
+    with_prompts = any(line.startswith("$ ") for line in lines)
+    found = []
+    number = 0
+    while number < len(lines):
+        command = lines[number]
+        number += 1
+        if with_prompts and not command.startswith("$ "):
+            continue
+        command = command.removeprefix("$ ")
+        while command.endswith("\\"):
+            command = command[:-1] + " " + lines[number]
+            number += 1
+        end = number
+        if with_prompts:
+            while end < len(lines) and not lines[end].startswith("$ "):
+                end += 1
+        output = "".join(f"{line}\n" for line in lines[number:end])
+        if shlex.split(command, comments=True):
+            found.append(Command(text=command.strip(), output=output, start=number, end=end))
+        number = end
+    return found
+
+
+def is_shown(shown: str, printed: str) -> bool:
+    """Compare shown output with the real one, in which `...` matches any text and a line of `...` any lines."""
+    pattern = ""
+    for line in map(str.rstrip, shown.rstrip().splitlines()):
+        pattern += "(?:.*\n)*?" if line.strip() == "..." else re.escape(line).replace(re.escape("..."), ".*") + "\n"
+    real = "".join(f"{line.rstrip()}\n" for line in printed.strip("\n").splitlines())
+    return re.fullmatch(pattern, real) is not None
 
 
 def make_targets() -> set[str]:
     return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
-def run_command(command: str, folder: Path) -> None:
-    """Run one command of ours as a reader would; check that one of make exists."""
+def run_command(command: str, folder: Path, *, fails: bool = False) -> str:
+    """Run one command as a reader would and return what it printed; check that one of make exists."""
     words = shlex.split(command, comments=True)
     if words[0] == "make":
         missing = [word for word in words[1:] if "=" not in word and word not in make_targets()]
         assert not missing, f"Makefile has no target {missing[0]}"
-        return
-    assert words[0] == "tokenmill", f"{command!r} cannot be run here: put <!-- not run: reason --> before the block"
-    if not re.search(r"[|<>&;$`*?]", command):
-        run_here(words, folder)
-        return
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+        return ""
+    assert words[0] in COMMANDS, f"{command!r} cannot be run here: put <!-- not run: reason --> before the block"
+    if words[0] == "tokenmill" and not re.search(r"[|<>&;$`*?]", command):
+        code, printed = run_here(words, folder)
+    else:
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=folder,
+            env={**os.environ, "PATH": path, "COLUMNS": "80"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        code, printed = done.returncode, done.stdout
+    assert bool(code) == fails, f"{command}\n{printed}\nended with exit code {code}"
+    return printed
 
 
-def run_here(words: list[str], folder: Path) -> None:
+def run_here(words: list[str], folder: Path) -> tuple[int, str]:
     """Run a command that needs no shell by its entry point: a process of its own for each takes a second."""
     from tokenmill.cli.app import main
 
     before = sys.argv, Path.cwd()
     sys.argv = words
     os.chdir(folder)
-    told = io.StringIO()
+    output = io.StringIO()
     try:
-        with redirect_stdout(told), redirect_stderr(told):
+        with redirect_stdout(output), redirect_stderr(output):
             main()
         code: object = 0
     except SystemExit as error:
@@ -120,13 +183,23 @@ def run_here(words: list[str], folder: Path) -> None:
     finally:
         sys.argv = before[0]
         os.chdir(before[1])
-    assert not code, f"{shlex.join(words)}\n{told.getvalue()}"
+    return (code if isinstance(code, int) else int(bool(code))), output.getvalue()
 
 
-def run_page(page: str, name: str, folder: Path) -> dict[str, Any]:
-    """Run the blocks of a page in order, in the working directory `folder`; return what its Python has defined."""
+def run_page(page: str, name: str, folder: Path, *, corrections: Corrections | None = None) -> dict[str, Any]:
+    """Run the blocks of a page in order, in the working directory `folder`; return what its Python has defined.
+
+    Shown output that differs is an error, or goes into `corrections` by its lines, first and after the last.
+    """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     printed = ""
+
+    def compare(shown: str, real: str, first: int, last: int) -> None:
+        if corrections is not None and not is_shown(shown, real):
+            corrections[first, last] = real.strip("\n") + "\n"
+        elif corrections is None:
+            assert is_shown(shown, real), f"{name}:{first}: shown is\n{shown}\nprinted was\n{real}"
+
     for block in blocks_of(page):
         if block.note.startswith("not run:"):
             assert block.note.removeprefix("not run:").strip(), f"{name}:{block.line}: say why it is not run"
@@ -142,13 +215,27 @@ def run_page(page: str, name: str, folder: Path) -> dict[str, Any]:
                 exec(code, namespace)
             printed = output.getvalue()
         elif block.note == "prints":
-            assert block.text == printed, f"{name}:{block.line}: the block before it prints\n{printed}"
+            compare(block.text, printed, block.line, block.line + block.text.count("\n"))
         elif block.language in SHELLS:
             for command in commands_of(block):
-                run_command(command, folder)
+                real = run_command(command.text, folder, fails=block.note == "fails")
+                if command.output.strip():
+                    compare(command.output, real, block.line + command.start, block.line + command.end)
         else:
             assert block.language in SHOWN, f"{name}:{block.line}: nobody runs blocks of {block.language!r}"
     return namespace
+
+
+def correct(page: Path, folder: Path) -> int:
+    """Put real output where shown output differs; return the number of places."""
+    text = page.read_text(encoding="utf-8")
+    corrections: Corrections = {}
+    run_page(text, str(page), folder, corrections=corrections)
+    lines = text.splitlines(keepends=True)
+    for (first, last), real in sorted(corrections.items(), reverse=True):
+        lines[first - 1 : last - 1] = [real]
+    page.write_text("".join(lines), encoding="utf-8")
+    return len(corrections)
 
 
 def figures_of(page: str) -> list[str]:
@@ -333,6 +420,9 @@ def test_the_runner_does_without_blocks(tmp_path, page):
         ("```bash\ntokenmill verify nowhere\n```\n", "nowhere: a store must be a folder"),
         ("```bash\nmake nonsense\n```\n", "no target nonsense"),
         ("```bash\nrm -rf build\n```\n", "not run: reason"),
+        ("```console\n$ tokenmill --version\ntokenmill 9\n```\n", r"printed was\s+tokenmill 0\.1\.0"),
+        ("<!-- fails -->\n```console\n$ tokenmill --version\n```\n", "ended with exit code 0"),
+        ("```python\nprint(1)\n```\n\n<!-- prints -->\n```text\n2\n```\n", "wrong:7: shown is"),
         ("<!-- not run: -->\n```bash\nrm -rf build\n```\n", "say why"),
         ("```ruby\nputs 1\n```\n", "nobody runs blocks of 'ruby'"),
         ("<!-- file: ../x -->\n```toml\n```\n", "files belong into the folder"),
@@ -346,8 +436,11 @@ def test_the_runner_fails_where_a_page_is_wrong(tmp_path, page, message):
 def test_the_commands_of_a_block_are_those_after_a_prompt_or_all_lines():
     with_prompt = Block(language="console", text="$ tokenmill a\nout # put\n$ tokenmill b\n", line=1)
     without = Block(language="bash", text="# first\ntokenmill a   # why\n\ntokenmill b \\\n  --c\n", line=1)
-    assert commands_of(with_prompt) == ["tokenmill a", "tokenmill b"]
-    assert [shlex.split(command, comments=True) for command in commands_of(without)] == [
+    assert [(command.text, command.output) for command in commands_of(with_prompt)] == [
+        ("tokenmill a", "out # put\n"),
+        ("tokenmill b", ""),
+    ]
+    assert [shlex.split(command.text, comments=True) for command in commands_of(without)] == [
         ["tokenmill", "a"],
         ["tokenmill", "b", "--c"],
     ]
@@ -376,9 +469,46 @@ def test_the_figures_are_rows_with_numbers_under_their_heading():
         script_of("| 3 ns | benchmarks/nonsense.py |")
 
 
+@pytest.mark.parametrize(
+    ("shown", "printed", "equal"),
+    [
+        ("a\nb\n", "a\nb\n", True),
+        ("a\nb\n", "a  \nb\n\n", True),
+        ("a\n", "a\nb\n", False),
+        ("a\n...\n", "a\nb\nc\n", True),
+        ("...\nc\n", "a\nb\nc\n", True),
+        ("in ... s\n", "in 0.3 s\n", True),
+        ("in ... s\n", "in 0.3 s\nmore\n", False),
+        ("(a|b)\n", "a\n", False),
+    ],
+)
+def test_shown_output_equals_what_was_printed_but_for_its_ellipses(shown, printed, equal):
+    assert is_shown(shown, printed) is equal
+
+
+def test_a_page_is_corrected_only_where_its_output_differs(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```console\n$ tokenmill --version\ntokenmill 9\nold\n$ tokenmill --version\ntoken... 0.1.0\n```\n\n"
+        "```python\nprint('new')\n```\n\n<!-- prints -->\n```text\n```\n"
+    )
+    assert correct(page, tmp_path) == 2
+    assert page.read_text() == (
+        "```console\n$ tokenmill --version\ntokenmill 0.1.0\n$ tokenmill --version\ntoken... 0.1.0\n```\n\n"
+        "```python\nprint('new')\n```\n\n<!-- prints -->\n```text\nnew\n```\n"
+    )
+
+
 if __name__ == "__main__":
-    start = Path.cwd()
-    for page in map(Path, sys.argv[1:]):
-        print(f"{page}:", flush=True)
-        os.chdir(make_workplace(start / page.parent.name / page.stem))
-        run_page(page.read_text(encoding="utf-8"), str(page), Path.cwd())
+    os.environ["COLUMNS"] = "80"
+    pages = [Path(word).resolve() for word in sys.argv[1:] if word != "--write"]
+    with tempfile.TemporaryDirectory() as start:
+        for page in pages:
+            print(f"{page}:", flush=True)
+            workplace = make_workplace(Path(start) / page.parent.name / page.stem)
+            os.chdir(workplace)
+            if "--write" in sys.argv:
+                print(f"  {correct(page, workplace)} places corrected")
+            else:
+                run_page(page.read_text(encoding="utf-8"), str(page), workplace)
+        os.chdir(start)
