@@ -346,7 +346,7 @@ def test_skipped_records_stand_by_reason_with_an_example_and_what_to_do(tokenmil
     done = tokenmill("inspect", skipping)
     assert (done.code, done.err) == (0, "")
     assert re.search(r"^12 skipped records, an example of each reason\s*$", done.out, re.MULTILINE)
-    assert re.search(r"^ missing_field +12 +bad\.jsonl +2 +.*no0", done.out, re.MULTILINE)
+    assert re.search(r"^missing_field +12 +bad\.jsonl +2 +.*no0", done.out, re.MULTILINE)
     assert "\x1b" not in done.out
 
 
@@ -453,7 +453,7 @@ def test_the_audit_scores_turns_and_tells_the_notes_of_the_build(tokenmill, vari
     assert {each["reason"]: each["line"] for each in facts["reasons"]} == {"no_trained_message": 28, "flag": 29}
     shown = tokenmill("inspect", varied).out
     assert re.search(r"^Notes of the build, and the first document of each\s*$", shown, re.MULTILINE)
-    assert re.search(r"^ empty_answers +1 +22 +an answer without a text", shown, re.MULTILINE)
+    assert re.search(r"^empty_answers +1 +22 +an answer without a text", shown, re.MULTILINE)
     assert "turns without end %" in " ".join(shown.split())
 
 
@@ -473,11 +473,11 @@ def test_pairs_are_counted_and_audited_array_by_array(tokenmill, tmp_path):
     assert facts["longest"] == {"chosen": chosen, "rejected": rejected}
     assert facts["lengths"] == {"chosen": {"8 to 15": 1}, "rejected": {"8 to 15": 1}}
     shown = tokenmill("inspect", tmp_path / "dpo").out
-    assert re.findall(r"^ (longest \w+) +(\d+) *$", shown, re.MULTILINE) == [
+    assert re.findall(r"^(longest \w+) +(\d+) *$", shown, re.MULTILINE) == [
         ("longest chosen", str(chosen)),
         ("longest rejected", str(rejected)),
     ]
-    assert re.search(rf"^ tokens a record +{chosen + rejected} *$", shown, re.MULTILINE)
+    assert re.search(rf"^tokens a record +{chosen + rejected} *$", shown, re.MULTILINE)
     assert re.findall(r"^Lengths of (\w+)", shown, re.MULTILINE) == ["chosen", "rejected"]
 
 
@@ -495,7 +495,7 @@ def test_prompts_have_no_share_of_masked_or_endless_ones(tokenmill, tmp_path):
     assert facts["longest"] == {"prompts": 5, "responses": 5}
     assert sum(facts["lengths"]["responses"].values()) == 3
     shown = tokenmill("inspect", tmp_path / "grpo").out
-    assert re.search(r"^ prompts +1 +0 +– +0 +– +– +0 *$", shown, re.MULTILINE)
+    assert re.search(r"^prompts +1 +0 +– +0 +– +– +0 *$", shown, re.MULTILINE)
 
 
 def test_the_audit_is_whole_at_80_columns(tokenmill, tmp_path, monkeypatch):

@@ -41,7 +41,7 @@ def test_plan_tells_what_is_not_counted_and_how_many_lanes_there_are(tokenmill, 
     }
     assert told["shares"][0]["counted"] is False
     assert "live text" in (tmp_path / "x.svg").read_text()
-    shown = tokenmill("plan", live_toml)
+    shown = tokenmill("plan", live_toml, "--full")
     assert (shown.code, shown.err) == (0, "")
     assert any(line.split()[:2] == ["web", "live"] and "4" in line.split() for line in shown.lines)
 

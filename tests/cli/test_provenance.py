@@ -76,7 +76,7 @@ def test_what_of_a_rank_is_its_slice(tokenmill, run_toml):
 
 
 def test_what_as_a_table_shows_documents_as_they_are(tokenmill, run_toml):
-    done = tokenmill("what", run_toml, "--step", 7)
+    done = tokenmill("what", run_toml, "--step", 7, "--full")
     assert (done.code, done.err) == (0, "")
     assert done.lines[0].strip() == "Step 7, stage 'late'"
     assert "[bold]" in done.out
@@ -103,7 +103,7 @@ def test_no_name_of_what_is_broken_on_a_narrow_terminal(tokenmill, tmp_path, mon
     tables = '[run]\nsteps = 2\nglobal_batch_size = 2\nseq_len = 99\n[[sources]]\nname = "html-documents"\n'
     (tmp_path / "run.toml").write_text(f'{tables}store = "html-documents"\n', encoding="utf-8")
     spans = spans_of(tokenmill("what", tmp_path / "run.toml", "--step", 1, "--json").json)
-    title, head, *lines = tokenmill("what", tmp_path / "run.toml", "--step", 1).lines
+    title, head, *lines = tokenmill("what", tmp_path / "run.toml", "--step", 1, "--full").lines
     assert (title, head.split()) == (
         "Step 1, stage 'main'",
         ["slot", "source", "row", "document", "tokens", "from"],
@@ -194,4 +194,4 @@ def test_what_and_when_name_the_file_and_line_of_every_document(tokenmill, run_t
             "when", run_toml, "--source", span["source"], "--document", span["document"], "--json"
         ).json
         assert (when["source"], when["document"], when["origin"]) == (span["source"], span["document"], origin)
-    assert re.search(r" web\.jsonl:\d+$", tokenmill("what", run_toml, "--step", 3).out, re.MULTILINE)
+    assert re.search(r" web\.jsonl:\d+$", tokenmill("what", run_toml, "--step", 3, "--full").out, re.MULTILINE)

@@ -15,13 +15,20 @@ import msgspec
 import typer
 
 from tokenmill.cli import console as ui
+from tokenmill.cli.summary import MAX_DOCUMENTS, step_parts
 from tokenmill.errors import ConfigError, ResumeError, harmless
 from tokenmill.tables import MAX_CONFIG_BYTES, read_bytes
+from tokenmill.view.tables import Table
 
 if TYPE_CHECKING:
+    from tokenmill.encode.tokenizer import Tokenizer
     from tokenmill.loader import Loader
     from tokenmill.plan.plan import RowUse
-    from tokenmill.store import Origin
+    from tokenmill.store import Origin, Store
+    from tokenmill.types import Span
+
+EXCERPT = 60
+"""Tokens of a document that are decoded for a line of a summary."""
 
 
 def batches(
@@ -185,6 +192,7 @@ def what(
     world_size: Annotated[int | None, typer.Option(help="Number of ranks; default: 1.")] = None,
     micro_batch: Annotated[int, typer.Option(help="Rows of a micro-batch, by which a balanced run is dealt.")] = 1,
     text: Annotated[bool, typer.Option(help="Show the beginning of each span as text.")] = True,
+    full: ui.Full = False,
     json: ui.AsJson = False,
     tokenizer: ui.TextsBy = None,
 ) -> None:
@@ -213,7 +221,18 @@ def what(
     tokenizers = {
         name: ui.tokenizer_for(store, tokenizer) if text else None for name, store in opened.stores.items()
     }
-    rows, lines = [], []
+    stage = plan.at(step).stage
+    if not full and not json:
+        shown = [
+            _recognised(opened.stores[name], name, slot, span, tokenizers[name])
+            for slot, name, span in islice(
+                ((use.slot, use.source, span) for use in uses for span in use.spans), MAX_DOCUMENTS
+            )
+        ]
+        seq_len = plan.stage(step).spec.seq_len
+        ui.print_parts(step_parts(step, stage, seq_len, uses, shown))
+        return
+    rows, lines, below = [], [], []
     for use in uses:
         store, decoder = opened.stores[use.source], tokenizers[use.source]
         spans = []
@@ -223,16 +242,27 @@ def what(
             spans.append({**asdict(span), "origin": origin, "text": words})
             tokens = f"{span.start}:{span.start + span.length}"
             kept = [f"{name}={value}" for name, value in origin.kept.items()]
-            below = [*map(ui.printable, kept), *([words] if words is not None else [])]
-            spot = ui.printable(str(origin))
-            lines.append(((use.slot, use.source, use.row, span.document, tokens, spot), below))
+            below.append([*map(ui.printable, kept), *([words] if words is not None else [])])
+            lines.append((use.slot, use.source, use.row, span.document, tokens, str(origin)))
         rows.append({"slot": use.slot, "source": use.source, "row": use.row, "spans": spans})
-    stage = plan.at(step).stage
     if json:
         ui.print_json({"step": step, "stage": stage, "rows": rows})
         return
     columns = ("slot", "source", "row", "document", "tokens", "from")
-    ui.print_entries(f"Step {step}, stage {stage!r}", columns, lines)
+    ui.show_table(Table(title=f"Step {step}, stage {stage!r}", columns=columns, rows=lines), below)
+
+
+def _recognised(store: Store, source: str, slot: int, span: Span, decoder: Tokenizer | None) -> dict[str, object]:
+    """Return the place of a span, and how its text begins: without BOS, which says nothing, on one line."""
+    from tokenmill.run.inspect import excerpt
+
+    origin = store.origin(span.document)
+    text = ", ".join(f"{name}={value}" for name, value in origin.kept.items())
+    if decoder is not None:
+        bos = store.manifest.tokenizer.get("bos_id")
+        start = "" if bos is None else decoder.decode([int(bos)])
+        text = " ".join(excerpt(store, span, decoder, EXCERPT).removeprefix(start).split())
+    return {"slot": slot, "source": source, "document": span.document, "from": str(origin), "text": text}
 
 
 def _shown(origin: Origin) -> str:

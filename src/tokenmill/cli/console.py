@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,14 +18,13 @@ from unicodedata import category
 
 import msgspec
 import typer
-from rich import box
-from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from rich.table import Table as RichTable
 from rich.text import Text
 
 from tokenmill import errors as messages
+from tokenmill.cli.tables import printable as printable  # noqa: PLC0414 - commands have it from here
+from tokenmill.cli.tables import table_lines, wrapped
 from tokenmill.errors import (
     ConfigError,
     MissingExtraError,
@@ -38,13 +36,14 @@ from tokenmill.errors import (
     without_secrets,
 )
 from tokenmill.tables import is_address
-from tokenmill.view.tables import Bar, Table, cell, is_numeric
+from tokenmill.view.tables import FACTS, Table
 from tokenmill.view.tables import megabytes as megabytes  # noqa: PLC0414 - commands have it from here
 
 if TYPE_CHECKING:
     from rich.progress import TaskID
     from typer.core import TyperCommand
 
+    from tokenmill.cli.summary import Part
     from tokenmill.config.run import Translation
     from tokenmill.encode.tokenizer import Tokenizer
     from tokenmill.run.run import Run
@@ -146,11 +145,9 @@ def in_flags(message: str, *commands: TyperCommand) -> str:
     return _ARGUMENT.sub(flag, message)
 
 
-MIN_NAME = 12
-"""Characters to which a column of names may shrink."""
-
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+Full = Annotated[bool, typer.Option("--full", help="Print all tables, not a summary")]
 Rebuild = Annotated[bool, typer.Option("--rebuild", help="Replace a finished store at OUT.")]
 WorldSize = Annotated[
     int | None,
@@ -385,122 +382,59 @@ def show_error(message: str) -> None:
     errors.print(text, highlight=False, soft_wrap=True)
 
 
-def printable(text: str) -> str:
-    """Return a text that cannot control the terminal: no escape sequences, no bells, no reversed text."""
-    return "".join(c if c.isprintable() else "⏎\n" if c == "\n" else "→" if c == "\t" else "\ufffd" for c in text)
+def print_sentence(sentence: str, kind: str = "") -> None:
+    """Print a sentence, wrapped between words; it begins with its kind, such as a warning, if it has one."""
+    text = without_secrets(f"{kind}: {sentence}" if kind else sentence)
+    first, *more = wrapped(text, console.width - INDENT)
+    start = Text(first)
+    start.stylize("bold yellow" if kind == "warning" else "bold", 0, len(kind) + 1 if kind else 0)
+    for line in (start, *(Text(" " * INDENT + line) for line in more)):
+        console.print(line, soft_wrap=True, highlight=False)
+
+
+INDENT = 2
+"""Of the second line of a sentence."""
+BELOW = 6
+"""Of texts below a row of a table."""
+
+
+def print_parts(parts: Iterable[Part]) -> None:
+    """Print tables and sentences, with a blank line before and after each table."""
+    before: Part | None = None
+    for part in parts:
+        if before is not None and (isinstance(before, Table) or isinstance(part, Table)):
+            console.print()
+        if isinstance(part, Table):
+            show_table(part)
+        else:
+            print_sentence(part[1], part[0])
+        before = part
+
+
+def facts_table(title: str, facts: Iterable[tuple[str, object]]) -> Table:
+    """Return a table of names and values."""
+    return Table(title=title, columns=FACTS, rows=list(facts))
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a table that only a command has."""
-    console.print(_rich(title, columns, rows))
+    show_table(Table(title=title, columns=columns, rows=list(rows)))
 
 
-INDENT = 6
-"""Of what stands below an entry."""
+def show_table(data: Table, below: Sequence[Sequence[str]] = ()) -> None:
+    """Print a table of a report; its texts cannot control the terminal.
 
-
-def print_entries(
-    title: str, columns: Sequence[str], entries: Sequence[tuple[Sequence[object], Sequence[str]]]
-) -> None:
-    """Print a line for each entry, and below it texts that no column has room for."""
-    texts = [list(columns), *([cell(value) for value in values] for values, _ in entries)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    numeric = [is_numeric(column) for column in zip(*(values for values, _ in entries), strict=True)]
-
-    def line(values: Sequence[str]) -> Text:
-        padded = zip(values, widths, numeric, strict=True)
-        words = (text.rjust(width) if right else text.ljust(width) for text, width, right in padded)
-        return Text(without_secrets("  ".join(words).rstrip()))
-
-    console.print(Text(title, "bold"))
-    for number, text in enumerate(texts):
-        shown = line(text)
-        if not number:
-            shown.stylize("bold")
-        console.print(shown, soft_wrap=True, highlight=False)
-        for below in entries[number - 1][1] if number else ():
-            console.print(Text(f"{' ' * INDENT}{without_secrets(below)}", "dim"), soft_wrap=True, highlight=False)
-
-
-def show_table(data: Table) -> None:
-    """Print a table of a report, which a page may have as well; its texts cannot control the terminal."""
-    data = replace(data, rows=[[_shown(value) for value in row] for row in data.rows])
-    if data.folded:
-        print_table(data.title, data.columns, data.rows)
-        return
-    for part in fitting_tables(data, console.width):
-        console.print(part)
-
-
-def _shown(value: object) -> object:
-    if isinstance(value, Bar):
-        return "█" * round(40 * value.share)
-    return printable(value) if isinstance(value, str) else value
-
-
-def _rich(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> RichTable:
-    """Make a table as rich has it; numbers stand to the right, other cells to the left."""
-    lines = [list(row) for row in rows]
-    filled = RichTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(columns):
-        numeric = is_numeric([line[index] for line in lines])
-        # Names must not give way to numbers on a narrow terminal.
-        least = None if numeric else min(MIN_NAME, max([len(name), *(len(cell(line[index])) for line in lines)]))
-        filled.add_column(
-            name, justify="right" if numeric else "left", overflow="fold", no_wrap=numeric, min_width=least
-        )
-    for line in lines:
-        filled.add_row(*(value if isinstance(value, Text) else Text(cell(value)) for value in line))
-    return filled
-
-
-def fitting_tables(data: Table, width: int) -> list[RichTable]:
-    """Return a table of which no number is cut: as several below each other, where not all columns fit a width.
-
-    The first columns may be folded and stand in every one.
+    `below` has texts for each row, which are printed below it.
     """
-    texts = [[name, *(cell(row[index]) for row in data.rows)] for index, name in enumerate(data.columns)]
-    least = [_least(column, folded=index < data.names) for index, column in enumerate(texts)]
-    fitting: list[RichTable] = []
-    first = data.names
-    while first < len(data.columns):
-        last = first + 1
-        while last < len(least) and _needed([*least[: data.names], *least[first : last + 1]]) <= width:
-            last += 1
-        chosen = [*range(data.names), *range(first, last)]
-        part = _rich(
-            f"{data.title}, continued" if fitting else data.title,
-            [data.columns[index] for index in chosen],
-            [[row[index] for index in chosen] for row in data.rows],
-        )
-        room = max(0, width - _needed([least[index] for index in chosen]))
-        # All widths are set: where room is scarce, rich would take some from numbers as well. Names come last.
-        for column, index in [*zip(part.columns, chosen, strict=True)][::-1]:
-            column.width = min(max(map(cell_len, texts[index])), least[index] + room)
-            column.min_width, column.no_wrap = None, False
-            room -= column.width - least[index]
-            if _is_estimate(texts[index]):
-                column.justify = "right"
-        fitting.append(part)
-        first = last
-    return fitting
-
-
-def _least(texts: Sequence[str], *, folded: bool) -> int:
-    """Return how narrow a column may be: a name may be folded, else it holds its longest word."""
-    whole = max(map(cell_len, texts))
-    if folded:
-        return min(MIN_NAME, whole)
-    return whole if _is_estimate(texts) else max(cell_len(word) for text in texts for word in text.split() or [""])
-
-
-def _is_estimate(texts: Sequence[str]) -> bool:
-    return any(text.startswith("about ") for text in texts)
-
-
-def _needed(widths: Sequence[int]) -> int:
-    """Return the width of a table whose columns have these widths, with a blank and a line around each."""
-    return sum(widths) + 3 * len(widths) - 1
+    for line in wrapped(without_secrets(printable(data.title)), console.width) if data.title else ():
+        console.print(Text(line, "bold"), soft_wrap=True, highlight=False)
+    header = tuple(data.columns) != FACTS
+    for number, lines in enumerate(table_lines(data, console.width)):
+        for line in lines:
+            console.print(line, soft_wrap=True, highlight=False)
+        for text in below[number - header] if header <= number < len(below) + header else ():
+            for words in wrapped(without_secrets(text), console.width - BELOW):
+                console.print(Text(" " * BELOW + words, "dim"), soft_wrap=True, highlight=False)
 
 
 def place(text: str) -> Path | str:

@@ -85,11 +85,13 @@ def inspect(
         fates_of = {source.name: {"fates": source.fates} for source in counted.sources} if counted else {}
         ui.print_json({name: store.to_json() | fates_of.get(name, {}) for name, store, _ in shown})
         return
-    for name, contents, texts in shown:
-        for table in store_tables(name, contents, inputs=False):
-            ui.show_table(table)
+    for number, (name, contents, texts) in enumerate(shown):
+        if number:
+            ui.print_line("")
+        ui.print_parts(store_tables(name, contents, inputs=False))
         _show_examples(ui.console, texts)
     if counted is not None:
+        ui.print_line("")
         ui.show_table(fates(counted))
     if html is not None:
         ui.print_line(f"wrote {html}")
@@ -203,7 +205,8 @@ def _show_examples(console: Console, examples: list[Example]) -> None:
         if coloured
         else f"{MARKS[0]}trained{MARKS[1]}, masked without brackets, {CONTROLS[0]}control tokens{CONTROLS[1]}"
     )
-    console.print(Text(f"Examples: {how}", "bold") if examples else "")
+    if examples:
+        console.print(Text(f"\nExamples: {how}", "bold"))
     for example in examples:
         console.print(example.title)
         text = Text()

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.text import Text
 
 from tokenmill.cli import console as ui
+from tokenmill.cli.summary import plan_parts
 from tokenmill.errors import ConfigError
 from tokenmill.view.tables import plan_notes, plan_tables, reading_tables
 
 if TYPE_CHECKING:
+    from tokenmill.cli.summary import Part
     from tokenmill.run.compare import Difference
     from tokenmill.run.quarantine import Quarantine
     from tokenmill.run.reading import ReadingReport
@@ -25,6 +26,7 @@ MAX_MISSING = 20
 
 def plan(
     run: ui.RunFile,
+    full: ui.Full = False,
     json: ui.AsJson = False,
     html: Annotated[
         Path | None, typer.Option(metavar="OUT.html", help="Write tables, warnings and picture as a page.")
@@ -90,18 +92,16 @@ def plan(
     if json:
         ui.print_json({**report.to_json(), **({"remote": reading.to_json()} if reading else {})})
         return
-    _show(report, reading)
+    ui.print_parts(_all_parts(report, reading) if full else plan_parts(report, run.name, reading))
     for file in (html, svg):
         if file is not None:
             ui.print_line(f"wrote {file}")
 
 
-def _show(report: RunReport, reading: ReadingReport | None = None) -> None:
-    for table in (*plan_tables(report), *(reading_tables(reading) if reading else ())):
-        ui.show_table(table)
-    for kind, sentence in plan_notes(report, reading):
-        start = Text(f"{kind}: " if kind else "", "bold yellow" if kind == "warning" else "")
-        ui.console.print(start.append(sentence, "not bold default"), soft_wrap=True)
+def _all_parts(report: RunReport, reading: ReadingReport | None) -> Iterator[Part]:
+    yield from plan_tables(report)
+    yield from reading_tables(reading) if reading else ()
+    yield from plan_notes(report, reading)
 
 
 # Two runs

@@ -14,6 +14,7 @@ import typer
 from tokenmill.build.options import GROUPS, OptionHelp, PrepareOptions
 from tokenmill.cli import console as ui
 from tokenmill.errors import ConfigError
+from tokenmill.view.tables import Table
 
 if TYPE_CHECKING:
     from tokenmill.build import Executor, PartReport, PrepareReport, UnitsReport
@@ -254,7 +255,7 @@ def _show(out: str, report: PrepareReport | UnitsReport | PartReport) -> None:
         ]
         if report.phase == "hash":
             rows.append(("note", "records are hashed first: run all parts twice"))
-        ui.print_table(f"Units of {out}", ("what", "value"), rows)
+        ui.show_table(ui.facts_table(f"Units of {out}", rows))
     elif isinstance(report, PartReport):
         rows = [
             ("units", report.units),
@@ -269,7 +270,7 @@ def _show(out: str, report: PrepareReport | UnitsReport | PartReport) -> None:
             "published": "nothing to do: the store is finished",
         }
         rows += [("note", notes[report.phase])] if report.phase in notes else []
-        ui.print_table(f"Part {report.part} of {report.parts} of {out}", ("what", "value"), rows)
+        ui.show_table(ui.facts_table(f"Part {report.part} of {report.parts} of {out}", rows))
     else:
         _show_prepared(report)
 
@@ -314,10 +315,11 @@ def _show_prepared(report: PrepareReport) -> None:
     )
     rows += [("BOS and EOS", report.framing), ("tokenizer engine", engine)]
     rows.append(("fingerprint", report.fingerprint))
-    ui.print_table(f"Store {report.path}", ("what", "value"), rows)
+    tables = [ui.facts_table(f"Store {report.path}", rows)]
     if len(report.stores) > 1 or report.stores[0].route:
         each = [(store.route, store.documents, store.tokens, store.shards) for store in report.stores]
-        ui.print_table("Stores", ("name", "documents", "tokens", "shards"), each)
+        tables.append(Table(title="Stores", columns=("name", "documents", "tokens", "shards"), rows=each))
+    ui.print_parts(tables)
 
 
 def import_(
@@ -375,7 +377,7 @@ def _show_imported(report: ImportReport) -> None:
         ("compared", f"{report.compared:,} numbers, all as in the files"),
         ("fingerprint", report.fingerprint),
     ]
-    ui.print_table(f"Store {report.out}", ("what", "value"), rows)
+    ui.show_table(ui.facts_table(f"Store {report.out}", rows))
 
 
 def export(
@@ -417,7 +419,7 @@ def export(
         ("read back", f"{report.compared:,} numbers, with {' and '.join(report.read_back)}: all as in the store"),
         *(("note", note) for note in report.notes),
     ]
-    ui.print_table(f"Export {report.out}", ("what", "value"), rows)
+    ui.show_table(ui.facts_table(f"Export {report.out}", rows))
 
 
 def upload(
@@ -445,4 +447,4 @@ def upload(
         ("proven", "all, as read back"),
         ("fingerprint", report.fingerprint),
     ]
-    ui.print_table(f"Store {report.address}", ("what", "value"), rows)
+    ui.show_table(ui.facts_table(f"Store {report.address}", rows))

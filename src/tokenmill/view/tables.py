@@ -22,8 +22,12 @@ class Table:
     rows: Sequence[Sequence[object]]
     names: int = 1
     """The first columns, which say what a row is about."""
-    folded: bool = False
-    """Whether its texts may be folded on a narrow screen; else no word or number of it is cut."""
+    clipped: bool = False
+    """Whether each row is one line on a terminal: texts that do not fit are shortened, not wrapped."""
+
+
+FACTS = ("what", "value")
+"""Columns of a table of facts, which needs no header on a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ def plan_tables(report: RunReport) -> Iterator[Table]:
         columns = ("stage", "from step", "tokens before", "what")
         yield Table(title="Changes within stages", columns=columns, rows=rows)
     yield _mixture(report.shares)
+    yield _drawn(report.shares)
     yield _sources(report)
     if report.quarantined:
         yield Table(
@@ -193,10 +198,6 @@ def batch_size(facts: StageFacts) -> int | str:
 
 
 def _mixture(shares: Sequence[SourceShare]) -> Table:
-    def figures(name: str) -> list[object]:
-        values = [(share, getattr(share, name)) for share in shares]
-        return [value if share.counted else f"about {value:,}" for share, value in values]
-
     return _columns(
         "Mixture",
         [
@@ -206,6 +207,21 @@ def _mixture(shares: Sequence[SourceShare]) -> Table:
             ("got %", [_rounded(100 * s.realised) for s in shares]),
             ("tokens asked %", [_rounded(100 * s.asked_tokens) for s in shares]),
             ("tokens got %", [_rounded(100 * s.realised_tokens) for s in shares]),
+        ],
+        names=2,
+    )
+
+
+def _drawn(shares: Sequence[SourceShare]) -> Table:
+    def figures(name: str) -> list[object]:
+        values = [(share, getattr(share, name)) for share in shares]
+        return [value if share.counted else f"about {value:,}" for share, value in values]
+
+    return _columns(
+        "Rows and labels",
+        [
+            ("stage", [s.stage for s in shares]),
+            ("source", [s.source for s in shares]),
             ("rows", [s.rows for s in shares]),
             ("labels", figures("trained")),
             ("no label", figures("unlabelled")),
@@ -327,7 +343,7 @@ def reading_tables(report: ReadingReport) -> Iterator[Table]:
 
 def store_tables(name: str, store: StoreContents, *, inputs: bool) -> Iterator[Table]:
     """Yield what is in a store as tables; with its input files, of which there may be many."""
-    yield Table(title=f"Store {name}", columns=("what", "value"), rows=_facts(store), folded=True)
+    yield Table(title=f"Store {name}", columns=FACTS, rows=_facts(store))
     yield supervision(store.audit)
     for key, bins in store.lengths.items():
         title = "Document lengths" if key == "sequence" else f"Lengths of {key}"
@@ -336,22 +352,22 @@ def store_tables(name: str, store: StoreContents, *, inputs: bool) -> Iterator[T
         title = f"{sum(each.records for each in store.reasons):,} skipped records, an example of each reason"
         columns = ("reason", "records", "file", "line", "detail", "way out")
         rows = [(r.reason, r.records, r.file, r.line, r.detail, r.way_out) for r in store.reasons]
-        yield Table(title=title, columns=columns, rows=rows, folded=True)
+        yield Table(title=title, columns=columns, rows=rows)
     if store.notes:
         title = "Notes of the build, and the first document of each"
         notes = [(note.name, note.records, note.document, note.meaning) for note in store.notes]
-        yield Table(title=title, columns=("name", "records", "document", "meaning"), rows=notes, folded=True)
+        yield Table(title=title, columns=("name", "records", "document", "meaning"), rows=notes)
     if inputs and store.inputs:
         keys = ("name", "documents", "tokens")
         files = [[file.get(key) for key in keys] for file in store.inputs]
-        yield Table(title="Input files", columns=keys, rows=files, folded=True)
+        yield Table(title="Input files", columns=keys, rows=files)
 
 
 def bars(title: str, columns: Sequence[str], counts: Mapping[str, int]) -> Table:
     """Return counts as bars, with their numbers."""
     most = max(counts.values(), default=1) or 1
     rows = [(name, count, Bar(count / most)) for name, count in counts.items()]
-    return Table(title=title, columns=(*columns, ""), rows=rows, folded=True)
+    return Table(title=title, columns=(*columns, ""), rows=rows)
 
 
 def _facts(store: StoreContents) -> list[tuple[str, object]]:
