@@ -79,6 +79,15 @@ def test_the_peers_that_are_installed_deliver_batches(tmp_path):
     assert delivered == {(name, "(2, 2048)", "True") for name in ("torch", "datasets", "megatron-core")}
 
 
+def test_the_chart_of_loaders_is_drawn_from_its_results(tmp_path):
+    pictures = FOLDER.parent / "docs" / "pictures"
+    command = [sys.executable, str(FOLDER / "chart.py"), str(pictures / "loaders.json"), "--out", str(tmp_path)]
+    subprocess.run(command, check=True)
+    for name in ("loaders.svg", "loaders-dark.svg"):
+        assert (tmp_path / name).read_text(encoding="utf-8") == (pictures / name).read_text(encoding="utf-8")
+    assert (pictures / "loaders.svg").read_text(encoding="utf-8").count("<rect") == 9
+
+
 def test_every_script_of_the_project_is_run():
     """What a page or a figure stands on must not be left behind."""
     tests = "".join(path.read_text(encoding="utf-8") for path in FOLDER.parent.glob("tests/**/*.py"))

@@ -43,6 +43,10 @@ LINKED = [
     *sorted(DOCS.glob("*.md")),
     *sorted((DOCS / "decisions").glob("*.md")),
 ]
+AT_HOME = re.compile(
+    r"^https://(?:github\.com/tokenmill/tokenmill/blob|raw\.githubusercontent\.com/tokenmill/tokenmill)/main/"
+)
+"""Start of addresses of our own files; README has them, because it is shown outside of the repository too."""
 SHELLS = {"bash", "sh", "console"}
 SHOWN = {"", "text", "json", "toml", "yaml", "diff", "mermaid"}
 """Languages of blocks that show something and have nothing to run."""
@@ -317,9 +321,17 @@ def test_every_figure_names_the_script_behind_it(page):
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_within_the_project_leads_somewhere(page):
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    targets = [target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)]
+    targets = [target.split("#")[0] for target in re.findall(r"(?:\]\(|src(?:set)?=\")([^)\s\"]+)[)\"]", text)]
+    targets = [AT_HOME.sub(os.path.relpath(ROOT, page.parent) + "/", target) for target in targets]
     local = [target for target in targets if target and "://" not in target and not target.startswith("mailto:")]
     assert [target for target in local if not (page.parent / target).exists()] == []
+
+
+def test_links_of_the_readme_work_outside_of_the_repository():
+    text = re.sub(r"```.*?```", "", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.DOTALL)
+    targets = re.findall(r"(?:\]\(|src(?:set)?=\")([^)\s\"]+)[)\"]", text)
+    assert len(targets) > 20
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))

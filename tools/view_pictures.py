@@ -24,7 +24,8 @@ from tokenmill.cli.demo import KINDS, RUN_TOML
 from tokenmill.demo import CORPUS_DIR, TOKENIZER_DIR
 
 SHOTS = {
-    "view-step": ("step?step=45", 1100, 560, "light"),
+    "view-step": ("step?step=45", 1100, 450, "light"),
+    "view-step-dark": ("step?step=45", 1100, 450, "dark"),
     "view-strip": ("strip?step=0&slot=1", 1100, 420, "light"),
     "view-timeline": ("timeline", 1100, 620, "light"),
     "view-document": ("document?source=prose&document=3", 1100, 560, "light"),

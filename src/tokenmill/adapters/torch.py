@@ -76,6 +76,10 @@ class TorchLoader:
         """All data-parallel ranks; None: all there are."""
         self._check = RankCheck(loader, group) if check_ranks else None
 
+    def __repr__(self) -> str:
+        """Describe the plan, the step and the rank."""
+        return repr(self.loader).replace("Loader", "TorchLoader", 1)
+
     def __len__(self) -> int:
         """Return the number of micro-batches of the whole run; the same on every rank."""
         return len(self.loader)

@@ -273,10 +273,10 @@ def step_page(view: StepView) -> str:
     rows = contents.rows
     about = facts(
         [
-            ("stage", f"{contents.stage}, {contents.progress:.1%} of it behind"),
+            ("stage", f"{contents.stage}, {contents.progress:.1%} done"),
             ("rows", contents.global_batch_size),
             ("seq_len", contents.seq_len),
-            ("shares asked for", shares),
+            ("requested shares", shares),
             ("lr_scale", contents.lr_scale),
             ("tokens shown", sum(strip.length for row in rows for strip in row.strips)),
             ("of them trained", sum(strip.num_trained for row in rows for strip in row.strips)),

@@ -349,7 +349,7 @@ def _axes(chart: _Chart, evals: Sequence[EvalFacts]) -> Iterator[str]:
         x = min(chart.place(reached), WIDTH - 4 - width_of(f"{reached:,}", SIZE) / 2)
         yield _text(x, chart.axis + 18, f"{reached:,}", "tm-dim", "middle")
     yield _line((LEFT, chart.axis), f"H{number(RIGHT)}", "tm-edge")
-    words = f"{chart.by.removesuffix('s')}; areas: shares asked for, lines: shares drawn"
+    words = f"{chart.by.removesuffix('s')}; areas: requested shares, lines: shares of the rows"
     words += "; marks on the axis: evals" if any(each.every or each.every_tokens for each in evals) else ""
     yield _text((LEFT + RIGHT) / 2, chart.axis + 34, words, "tm-dim", "middle")
     turned = f'transform="translate(16 {number((TOP + BOTTOM) / 2)}) rotate(-90)" text-anchor="middle"'
