@@ -12,7 +12,7 @@ TAGS = re.compile(r"\[((?:[A-Z]\d?\.[a-z])(?:, ?[A-Z]\d?\.[a-z])*)\]")
 
 
 def proving() -> dict[str, list[str]]:
-    """Return which test files name a promise."""
+    """Return the test files that name each promise."""
     files: dict[str, set[str]] = {}
     for path in sorted((ROOT / "tests").rglob("*.py")):
         for tags in TAGS.findall(path.read_text(encoding="utf-8")):
@@ -28,7 +28,7 @@ def test_the_page_of_promises_names_the_tests_that_prove_them():
 
 
 def main() -> None:
-    """Write the names of the tests into the page anew."""
+    """Update the lists of test files on the page."""
     files = proving()
 
     def line(match: re.Match[str]) -> str:
