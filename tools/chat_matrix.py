@@ -291,7 +291,7 @@ def rows(matrix: Matrix, names: list[str]) -> Iterator[Row]:
 def table(done: list[Row]) -> str:
     """Return the table of the page."""
     lines = [
-        "| template | tokenizer | stored | ids of transformers | masks of blocks | refused |",
+        "| template | tokenizer | stored | same ids | same masks | rejected |",
         "|---|---|---|---|---|---|",
     ]
     for row in done:
