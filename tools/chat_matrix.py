@@ -327,7 +327,7 @@ def main() -> int:
     if options.write:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         after = rest.partition(END)[2]
-        PAGE.write_text(f"{before}{BEGIN}\n{table(done)}\n{END}{after}", encoding="utf-8")
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table(done)}\n\n{END}{after}", encoding="utf-8")
     return 1 if wrong else 0
 
 
