@@ -52,6 +52,10 @@ SHOWN = {"", "text", "json", "toml", "yaml", "diff", "mermaid"}
 """Languages of blocks that show something and have nothing to run."""
 COMMANDS = {"tokenmill", "make", "python", "cat", "ls"}
 """Commands that are run; of `make`, only the target is checked."""
+NOTICES = re.compile(
+    r"^.*(?:compiling kernels for this CPU|waiting for another process that compiles).*\n", re.MULTILINE
+)
+"""Lines on stderr that only the first start on a machine prints; they are no part of shown output."""
 
 
 Corrections = dict[tuple[int, int], str]
@@ -167,7 +171,7 @@ def run_command(command: str, folder: Path, *, fails: bool = False) -> str:
         )
         code, printed = done.returncode, done.stdout
     assert bool(code) == fails, f"{command}\n{printed}\nended with exit code {code}"
-    return printed
+    return NOTICES.sub("", printed)
 
 
 def run_here(words: list[str], folder: Path) -> tuple[int, str]:
@@ -496,6 +500,11 @@ def test_the_figures_are_rows_with_numbers_under_their_heading():
 )
 def test_shown_output_equals_what_was_printed_but_for_its_ellipses(shown, printed, equal):
     assert is_shown(shown, printed) is equal
+
+
+def test_notices_of_the_first_start_are_no_part_of_shown_output(tmp_path):
+    code = "print('compiling kernels for this CPU, once: later starts load them'); print('plan 1')"
+    assert run_command(f'python -c "{code}"', tmp_path) == "plan 1\n"
 
 
 def test_a_page_is_corrected_only_where_its_output_differs(tmp_path):
