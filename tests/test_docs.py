@@ -140,7 +140,7 @@ def is_shown(shown: str, printed: str) -> bool:
     pattern = ""
     for line in map(str.rstrip, shown.rstrip().splitlines()):
         pattern += "(?:.*\n)*?" if line.strip() == "..." else re.escape(line).replace(re.escape("..."), ".*") + "\n"
-    real = "".join(f"{line.rstrip()}\n" for line in printed.strip("\n").splitlines())
+    real = "".join(f"{line.rstrip()}\n" for line in printed.strip("\n").rstrip().splitlines())
     return re.fullmatch(pattern, real) is not None
 
 
@@ -204,7 +204,8 @@ def run_page(page: str, name: str, folder: Path, *, corrections: Corrections | N
 
     def compare(shown: str, real: str, first: int, last: int) -> None:
         if corrections is not None and not is_shown(shown, real):
-            corrections[first, last] = real.strip("\n") + "\n"
+            lines = real.strip("\n").replace(str(folder), "...").splitlines()
+            corrections[first, last] = "".join(f"{line.rstrip()}\n" for line in lines)
         elif corrections is None:
             assert is_shown(shown, real), f"{name}:{first}: shown is\n{shown}\nprinted was\n{real}"
 
@@ -490,6 +491,7 @@ def test_the_figures_are_rows_with_numbers_under_their_heading():
     [
         ("a\nb\n", "a\nb\n", True),
         ("a\nb\n", "a  \nb\n\n", True),
+        ("a\nb\n", "a\nb\n   \n", True),
         ("a\n", "a\nb\n", False),
         ("a\n...\n", "a\nb\nc\n", True),
         ("...\nc\n", "a\nb\nc\n", True),
@@ -500,6 +502,14 @@ def test_the_figures_are_rows_with_numbers_under_their_heading():
 )
 def test_shown_output_equals_what_was_printed_but_for_its_ellipses(shown, printed, equal):
     assert is_shown(shown, printed) is equal
+
+
+def test_a_correction_names_no_folder_of_this_machine_and_has_no_trailing_spaces(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(f"```python\nprint('{tmp_path}/a: bad  ')\n```\n\n<!-- prints -->\n```text\n```\n")
+    assert correct(page, tmp_path) == 1
+    assert page.read_text().endswith("```text\n.../a: bad\n```\n")
+    assert correct(page, tmp_path) == 0
 
 
 def test_notices_of_the_first_start_are_no_part_of_shown_output(tmp_path):
