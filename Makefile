@@ -21,7 +21,7 @@ CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config test
 # What other versions are tried with: no frameworks, no object storage.
 SAMPLE := tests/store/test_reader.py tests/store/test_layout.py tests/packing/test_packers.py tests/cli/test_app.py
 
-.PHONY: demo check test test-deep lowest python sample package fuzz ready browser lint types bench clean
+.PHONY: demo check test test-deep lowest python sample package coverage fuzz ready browser lint types bench clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/tokenmill demo
@@ -62,6 +62,14 @@ package:
 	$(VENV)-package/bin/python -m twine check --strict dist/*
 	$(VENV)-package/bin/python -m pip install -q dist/*.whl
 	$(VENV)-package/bin/tokenmill demo --out $(VENV)-package/demo
+
+# Lines of Python that the tests run, also in processes that they start; measured for each release.
+coverage: ready
+	$(BIN)/python $(PIP) coverage
+	rm -f .coverage .coverage.*
+	-$(BIN)/coverage run -m pytest -n $(JOBS) --dist worksteal -m "not deep"
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report --skip-covered --sort=cover
 
 # For SECONDS; it says what it has found, with the seed of each.
 fuzz: $(VENV)/dev.stamp
