@@ -1,16 +1,16 @@
-"""How long ranks wait for one another with rows in order and dealt by cost, and what the deal costs a loader.
+"""Waiting of ranks with rows in order and balanced by cost, and the cost of balancing in a loader.
 
     python benchmarks/balance.py [--shuffle full|block|window] [--sources N] [--tiny] [--json]
 
-Waiting: the time of a step, by the costs of a model of 8B parameters (`balance = "attention"`), divided by that of
-a step whose work is shared out evenly; where ranks wait at each micro-batch (as FSDP does), and where they wait
-at the end of the step alone. Documents are log-normal with a heavy tail, packed by best_fit.
+Waiting is the duration of a step divided by that of a step whose work is shared out evenly. Costs are those of a
+model with 8B parameters (`balance = "attention"`). Two cases are shown: ranks wait at each micro-batch (as in
+FSDP), or only at the end of the step. Documents are log-normal with a heavy tail, packed by best_fit.
 
-Cost of the deal: two loaders go through the same steps in turns, a part of them each. One deals; the other is told
-the slots that the first was dealt, so that both map and copy the same rows. What the first takes more, until
-its rows are found, is the deal; it is given as a share of all CPU time of that loader, which delivers input_ids,
-labels, position_ids and doc_ids. (Loaders with and without a balance deliver other rows: those of many documents
-take longer to copy, and a deal gives them to some ranks more often than to others.)
+The cost of balancing is measured with two loaders that go through the same steps in turns. One assigns the rows;
+the other receives the slots that the first one assigned, so both map and copy the same rows. The extra CPU time
+of the first, until its rows are found, is the cost of balancing. It is a share of the whole CPU time of that
+loader, which delivers input_ids, labels, position_ids and doc_ids. A loader without a balance would be no
+comparison: it delivers other rows, and rows of many documents take longer to copy.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKENS = 3_000_000 if TINY else 200_000_000
 LENGTHS = (2048,) if TINY else (2048, 8192, 32768, 131072)
 BATCHES = 4
 TURNS, ROUNDS = (2, 1) if TINY else (4, 9)
-"""Parts in which two loaders go through the steps of a round, and rounds, of which the median counts."""
+"""Number of turns per round, and of rounds, of which the median counts."""
 
 
 def make_store(path: Path) -> None:
@@ -56,7 +56,7 @@ def make_store(path: Path) -> None:
 def make_run(
     folder: Path, seq_len: int, ranks: int, balance: str | None, shuffle: str = "full", sources: int = 1
 ) -> tm.Run:
-    """Return a run over so many sources, all of one store, the n-th with a weight of 1 / n."""
+    """Return a run over several sources of one store, the n-th with a weight of 1 / n."""
     settings = {"shuffle": shuffle, "steps": 100_000, "global_batch_size": ranks * BATCHES, "seq_len": seq_len}
     weights = {f"web{number}": 1 / number for number in range(1, sources + 1)}
     tables = {

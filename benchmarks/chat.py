@@ -1,15 +1,17 @@
-"""Chat: conversations a second from messages to ids and mask, by template and length.
+"""Conversations per second from messages to ids and mask, by template and length.
 
     python benchmarks/chat.py [--tokenizers FOLDER] [--stock | --mix] [--templates NAME,...] [--tiny] [--json]
 
-One core, CPU-seconds, the tokenizers and templates of Qwen3 and Llama 3.1 (tools/fetch_tokenizers.py), messages of
-about 50 tokens that are new each turn. Side by side, in turns: `apply_chat_template` of transformers where it is
-installed, from messages to ids; it gives a mask for templates with generation blocks only, which is chatml here.
-`--stock` takes every template of trl's wheel instead, slowest first, with the tokenizer of Llama 3.1, to which the
-control strings of all of them are added. `--mix` does so with conversations that have hardly ever the shape of
-another: 1 to 10 turns, half of them with a system text, half with tools that some turns call, a third with
-reasoning; a template gets those kinds of them that both sides take. 320 of them come before the clock starts: what
-tokenmill has met of a message in some place it knows from there on, as it does of the first part of any data set.
+One core, CPU-seconds, the tokenizers and templates of Qwen3 and Llama 3.1 (tools/fetch_tokenizers.py). Messages
+have about 50 tokens and are new in each turn. If transformers is installed, its `apply_chat_template` runs in
+turns with tokenmill, from messages to ids. It gives a mask only for templates with generation blocks, here
+chatml.
+
+`--stock` uses every template of trl's wheel, slowest first, with the tokenizer of Llama 3.1 and the special
+tokens of all templates. `--mix` does the same with conversations whose shapes rarely repeat: 1 to 10 turns, half
+with a system text, half with tools that some turns call, a third with reasoning. A template gets the kinds that
+both sides accept. 320 conversations come before the clock starts, because tokenmill remembers the kinds of
+messages that it has seen, as in the first part of any dataset.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""What engines cost over the workers of this machine, and what a build of very many units costs where it is driven.
+"""Cost of engines compared with the local workers, and of driving a build with very many units.
 
     python benchmarks/engines.py [--megabytes 1000] [--rounds 3] [--only local,processes,dask,ray] [--cache FOLDER]
                                  [--units 100000] [--shards] [--json]
 
-Overhead: the same JSONL is prepared with 2 workers by each engine, in turns, so that other work on the machine
-slows all alike. Each engine has done one small build before: starting it is shown apart. The figure is the wall
-clock of a build, over that of the local workers in the same round; the median of the rounds.
-Run it in a network of its own (`unshare -n`, `ip link set lo up`), as Ray listens on all interfaces.
+Overhead: each engine prepares the same JSONL with 2 workers, in turns, so other work on the machine slows all of
+them equally. Each engine has done one small build before; its start is shown separately. The figure is the wall
+clock of a build divided by that of the local workers in the same round, as the median of the rounds. Run it in a
+network namespace (`unshare -n`, `ip link set lo up`), because Ray listens on all interfaces.
 
-`--units N` drives N units of no work: the loop that hands them out and counts their results, in a process that does
-nothing else, then publishes N shards of one document, each with all files that a unit has (below `--cache`, to
-choose the disk). `--shards` reads a store of 24 shards, and one of 256, with
-64 and with 1,024 files mapped at most: the CPU time of 300 batches of 64 rows in random order.
+`--units N` drives N units that do no work: the loop that submits them and counts their results, in a process that
+does nothing else. Then it publishes N shards of one document, each with all files of a unit. They are below
+`--cache`, which chooses the disk. `--shards` reads a store of 24 shards and one of 256, with at most 64 and 1,024
+mapped files: the CPU time of 300 batches of 64 rows in random order.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
     print(json.dumps(result) if args.json else "\n".join(f"{name}: {value}" for name, value in result.items()))
 
 
-# Engines beside one another.
+# Engines, compared.
 
 
 def write_corpus(folder: Path, megabytes: int) -> Path:

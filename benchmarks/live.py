@@ -1,36 +1,34 @@
-"""Live text: from Parquet to batches, against the bare tokenizer, Hugging Face's stack and nanochat's loop.
+"""Live text from Parquet to batches, compared with the bare tokenizer, Hugging Face's stack and nanochat's loops.
 
     python benchmarks/live.py [--cache FOLDER] [--megabytes 200] [--rounds 5] [--seconds 4] [--rows 16]
                               [--tokenizer .venv/tokenizers/llama3_1/tokenizer.json] [--only NAME,NAME]
                               [--resume GIGABYTES] [--json]
 
-The corpus is that of prepare.py, its documents in a random order, in Parquet files as nanochat writes them: zstd at
-level 3, no dictionaries, row groups of 1,024 documents. Batches are `rows` of 2,048 tokens, on two cores, all with
-one vocabulary and BOS before every document. A round takes each of these once, in a fresh process, one after the
-other; the ratios are medians over the rounds, of wall clocks, and of CPU time, which other work on the machine
-touches less:
+The corpus is that of prepare.py in a random order, in Parquet files as nanochat writes them: zstd at level 3, no
+dictionaries, row groups of 1,024 documents. Batches have `rows` rows of 2,048 tokens. All use two cores, one
+vocabulary, and BOS before every document. A round runs each candidate once, one after the other, each in a fresh
+process. Ratios are medians over the rounds: of wall clocks, and of CPU time, which other work affects less.
 
-- *bare*: the tokenizer that tokenmill uses, on texts that are in memory already, with its own threads or with two
-  of Python's, whichever is faster in the median; nothing is done with the ids.
-- *tokenmill*: the loader of live text, shuffled, best fit, with two threads; and the loaders of
+- *bare*: the tokenizer of tokenmill, on texts in memory, with its own threads or with two Python threads,
+  whichever has the faster median. Nothing is done with the ids.
+- *tokenmill*: the loader of live text, shuffled, best fit, with two threads. Also the loaders of
   `tokenmill.adapters.nanochat` over it, flat and best fit, which make a state for every batch; and these with a
-  tokenizer of nanochat's kind (tiktoken) handed to them.
-- *nanochat*: its two loops written down from their description, with tiktoken on two threads; and with the ids
-  of the tokenizer that tokenmill uses.
-- *datasets*: `load_dataset(streaming=True)`, `tokenizers` in batches, rows cut from the stream of ids, and a torch
-  DataLoader with two workers.
+  tokenizer like nanochat's (tiktoken).
+- *nanochat*: its two loops, reimplemented from their description, with tiktoken on two threads; also with the ids
+  of tokenmill's tokenizer.
+- *datasets*: `load_dataset(streaming=True)`, `tokenizers` in batches, rows cut from the stream of ids, and a
+  torch DataLoader with two workers.
 
-A tenth of the work is done before the clock starts, so that buffers are full, for all alike: they are as full when
-it ends. It ends after `seconds`, or, of the bare tokenizer and of tokenmill, when the corpus was read once (by the
-lane that is first to end): the tokenizer keeps words that it has met, and a second reading would be faster. A token
-counts when it is in a batch, and so does the padding of best fit, a thirtieth of a percent (packing.py); nanochat's
-best fit crops, so its loaders are compared with each other. What a start takes is in `--resume`.
+A tenth of the work is done before the clock starts, so buffers are full at the start and at the end. The clock
+stops after `seconds`. For the bare tokenizer and tokenmill it also stops when the corpus was read once (by the
+first lane to end), because the tokenizer caches words, and a second reading would be faster. A token counts when
+it is in a batch, and so does the padding of best fit, 0.03% (packing.py). nanochat's best fit crops documents, so
+its loaders are compared with each other. The cost of a start is in `--resume`.
 
-The cost of selection is the CPU time within the packing of windows, or within nanochat's search, of all CPU time.
+The cost of selection is the share of CPU time in the packing of windows, or in nanochat's search.
 
-`--resume` makes so many GB of Parquet by copying files, and shows the seconds from an open tokenizer and loaded
-modules to the first batch: at the start, and at 10%, 50% and 90% of the epoch, from files that are not in the page
-cache.
+`--resume` makes this many GB of Parquet by copying files. It shows the seconds from an open tokenizer and loaded
+modules to the first batch: at the start, and at 10%, 50% and 90% of the epoch, from files outside the page cache.
 """
 
 from __future__ import annotations
@@ -178,8 +176,8 @@ def clocked(
 ) -> dict[str, float]:
     """Add up tokens from the end of the lead until the time is over or nothing is left.
 
-    `done` tells how much of the work is, from 0 to 1; without it the work is so many seconds. `started` is called
-    when the clock starts.
+    `done` returns the finished share of the work, from 0 to 1. Without it, the work is a number of seconds.
+    `started` is called when the clock starts.
     """
     first, begun, total, cpu = time.perf_counter(), 0.0, 0, 0.0
     for number in tokens:
@@ -243,7 +241,7 @@ class Tiktoken:
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the byte behind each letter of a byte-level vocabulary."""
+    """Return the byte of each letter of a byte-level vocabulary."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -607,7 +605,7 @@ PAIRS = {
     ("tokenmill best fit", "nanochat best fit with fastokens"): None,
     ("tokenmill best fit with tiktoken", "nanochat best fit"): None,
 }
-"""What is divided by what, and what is wanted."""
+"""Numerator, denominator and target of each ratio."""
 
 
 def table(result: dict[str, Any]) -> str:

@@ -1,12 +1,12 @@
-"""Tokens a second that a loader delivers, against the kernel limit and against peers, in one run.
+"""Tokens per second that a loader delivers, compared with the kernel limit and with peers, in one run.
 
     python benchmarks/loader.py [--peers] [--tiny] [--json]
 
-The limit: random windows of uint16 tokens widened into preallocated int64 inputs and labels by one
-compiled loop. Everything runs on one core, limit and loader in turns, and rates are per CPU-second,
-so that other work on the machine weighs on both. The loader delivers int64 input_ids and labels,
-shuffled, with the labels of document ends set to -100. Each peer of peers.py has a process of its own, so that
-the threads and modules of one do not weigh on the next.
+The limit is one compiled loop that widens random windows of uint16 tokens into preallocated int64 inputs and
+labels. Everything runs on one core, the limit and the loader in turns. Rates are per CPU-second, so other work on
+the machine affects both. The loader delivers int64 input_ids and labels, shuffled, with the labels of document
+ends set to -100. Each peer of peers.py has its own process, so the threads and modules of one do not affect the
+next.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOKENS = 1_000_000 if TINY else 200_000_000
 VOCAB = 50_000
 ROUNDS = 1 if TINY else 7
 TURN_ROWS = 320 if TINY else 8000
-"""Rows that a loader delivers in its turn; the limit takes twice as many."""
+"""Rows that a loader delivers per turn; the limit copies twice as many."""
 
 
 def make_lengths(tokens: int) -> np.ndarray:
@@ -110,7 +110,7 @@ def compare(
 ) -> dict:
     """Measure limit, loader, limit in turns; return medians and the ratio."""
     limit, stream = limit_stream(tokens, batch), make()
-    # Of this thread alone, as those of a peer may be at work behind the limit's back.
+    # Of this thread alone, because threads of a peer may still be running.
     of_limit = functools.partial(rate, limit, 2 * TURN_ROWS // batch, batch, time.thread_time)
     of_limit()
     rate(stream, warm_up, batch)

@@ -1,10 +1,10 @@
-"""What the order costs: nanoseconds a row, and time and memory to the first rows of a huge plan.
+"""Cost of the order: nanoseconds per row, and time and memory to the first rows of a huge plan.
 
     python benchmarks/order.py [--tiny] [--json]
 
-Stage, mixture and shuffle together, vectorised, one core, at 10^9 rows a source; within a ramp, blocks of 2 steps
-of 1,024 rows, each reached from the last step that is kept. Start and resume run in fresh processes: from an
-opened plan (modules imported, kernels compiled) to the first row ids.
+Stage, mixture and shuffle together, vectorised, one core, with 10^9 rows per source. Within a ramp: blocks of 2
+steps of 1,024 rows, each reached from the last step that is stored. Start and resume run in fresh processes: from
+an opened plan (modules imported, kernels compiled) to the first row ids.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def nanoseconds_a_row(sources: int, mode: str) -> float:
 
 
 def nanoseconds_in_a_ramp(sources: int) -> tuple[float, float]:
-    """Return (ns a row, ms to compile) where weights change over 10^6 steps; medians of 10."""
+    """Return (ns per row, ms to compile) for weights that change over 10^6 steps; medians of 10."""
     plan = make_plan(sources)
     spec = plan.stages[0].spec
     ramp = Ramp(shape="cosine", begin=0, end=10**6, weights=dict.fromkeys(spec.weights, 1.0))

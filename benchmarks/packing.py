@@ -1,11 +1,12 @@
-"""Packing: documents a second, padding and loss, the price of the full contract, and a huge store's first batch.
+"""Packing: documents per second, padding and loss, the cost of all arrays, and the first batch of a huge store.
 
     python benchmarks/packing.py [--huge] [--tiny] [--json]
 
-Lengths are log-normal (median 400 tokens, tail to 100,000), one core, CPU-seconds. Side by side: TRL's packer where
-it is installed, and nanochat's best-fit loop written down from its description (a buffer of 1,000 documents; the
-longest that fits, else the shortest cropped, the rest thrown away). --huge makes a store of 100 million documents
-(offsets only; the tokens are a sparse file) and measures the time to its first batch: cold, then cached.
+Lengths are log-normal (median 400 tokens, tail to 100,000), one core, CPU-seconds. Compared with TRL's packer if
+it is installed, and with nanochat's best-fit loop, reimplemented from its description: a buffer of 1,000
+documents, the longest that fits, otherwise the shortest one cropped and its rest thrown away. --huge makes a
+store of 100 million documents (offsets only; the tokens are a sparse file) and measures the time to its first
+batch: cold, then cached.
 """
 
 from __future__ import annotations

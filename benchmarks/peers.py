@@ -1,11 +1,11 @@
 """Batches of other loaders over the same tokens, each with its own storage and its own loader.
 
-Every peer delivers (input_ids, labels), both int64 of shape [batch, seq_len], from shuffled windows, in this
-process and with no workers. Each is set up as its documentation says; where it offers a choice, the faster one is
-taken, and ids stay uint16 for as long as it lets them. What a peer needs on disk is written once, under the cache.
+Every peer delivers (input_ids, labels), both int64 with shape [batch, seq_len], from shuffled windows, in this
+process and without workers. Each is set up as its documentation says. If there is a choice, the faster option is
+used, and ids stay uint16 as long as possible. Files of a peer are written once, below the cache.
 
-What they deliver is not quite the same: Megatron adds loss_mask and position_ids, OLMo takes the last label of a
-window away, LitData and MosaicML shuffle shards and then within them; all others shuffle single windows.
+The peers do not deliver exactly the same. Megatron adds loss_mask and position_ids. OLMo masks the last label of
+a window. LitData and MosaicML shuffle shards and then within them; all others shuffle single windows.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Corpus:
 def peer_streams(
     cache: Path, tokens: np.ndarray, seq_len: int
 ) -> Iterator[tuple[str, Callable[[int], Iterator[Batch]]]]:
-    """Yield (name and version, make) for each peer that is installed, and say on stderr which are not.
+    """Yield (name and version, make) for each installed peer, and print the others on stderr.
 
     `make(batch)` prepares the peer's files if need be and returns its batches; whatever goes wrong is raised there.
     """
@@ -92,7 +92,7 @@ def installed(module: str) -> bool:
 
 
 def checked(stream: Callable[[Corpus, int], Iterable[Batch]], corpus: Corpus, batch: int) -> Iterator[Batch]:
-    """Return the stream, with two batches taken and checked to be what is compared here."""
+    """Return the stream, after two batches were taken and checked."""
     if installed("torch"):
         import torch
 

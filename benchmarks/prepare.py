@@ -1,26 +1,25 @@
-"""From files to a store, against the tokenizer alone, with one core and with two, in one interleaved run.
+"""From files to a store, compared with the tokenizer alone, on one core and on two, in one interleaved run.
 
     python benchmarks/prepare.py [--cache FOLDER] [--megabytes 200] [--rounds 5] [--encoding cl100k]
                                  [--format jsonl|parquet|snappy] [--reading] [--memory] [--datatrove PYTHON]
                                  [--json]
 
-A round is a fresh process with one worker and one core. After each unit that prepare has brought from the file
-into the store, a second tokenizer encodes the texts of that unit, which are already in memory: the two take turns,
-so that other work on the machine slows both alike, and neither finds the other's caches warm. Loading the reader,
-opening the tokenizer and the recipe, proving the engine and closing it, and publishing the finished units, which a
-build does once whatever its size, is left out of both, and shown apart. The ratio is of CPU time, the median of the
-rounds.
+A round is a fresh process with one worker and one core. After each unit that prepare has written to the store, a
+second tokenizer encodes the texts of that unit, which are already in memory. The two take turns, so other work
+slows both equally, and neither finds the other's caches warm. Work that a build does once, whatever its size, is
+excluded from both and shown separately: loading the reader, opening the tokenizer and the recipe, verifying the
+engine, closing it, and publishing the finished units. The ratio is of CPU time, as the median of the rounds.
 
-Two cores against one: whole builds in worker processes, in turns, without the opening; the ratio is of the wall
-clock, the median of the rounds.
+Two cores compared with one: whole builds in worker processes, in turns, without the opening. The ratio is of the
+wall clock, as the median of the rounds.
 
-`--reading` takes no tokenizer: CPU-seconds to read the corpus alone, in turns with plain loops of the libraries
+`--reading` uses no tokenizer: CPU-seconds to read the corpus alone, in turns with plain loops of the libraries
 over the same file, the fastest of the rounds.
 
 `--memory` prepares a file of 2 GB, and one with a single line of 200 MB, and shows the peak memory of a worker.
-`--datatrove` names a Python that has datatrove with its `processing` extra: its JsonlReader and DocumentTokenizer
-do 8 MB with the same vocabulary (a `tokenizer.json` named by `--tokenizer`), in turns with prepare, both with one
-process; the ratio is of CPU time, opening of the tokenizer left out. MB are 10⁶ bytes of UTF-8 text.
+`--datatrove` names a Python that has datatrove with its `processing` extra. Its JsonlReader and DocumentTokenizer
+do 8 MB with the same vocabulary (a `tokenizer.json` set by `--tokenizer`), in turns with prepare, both with one
+process. The ratio is of CPU time, without opening the tokenizer. MB are 10⁶ bytes of UTF-8 text.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def main() -> None:
 
 
 def tokenizer_spec(encoding: str) -> str:
-    """Name a rank file among the data files of litellm; the package itself is not imported."""
+    """Return a rank file of litellm's data files; the package itself is not imported."""
     found = importlib.util.find_spec("litellm")
     if found is None or not found.submodule_search_locations:
         sys.exit("benchmarks/prepare.py: needs a real BPE: pip install --no-deps litellm")
@@ -124,7 +123,7 @@ def corpus_of(cache: Path, megabytes: int, kind: str) -> Path:
 
 
 def write_corpus(path: Path, size: int) -> None:
-    """Make documents of the texts that come with Python and what is installed; no text is taken twice."""
+    """Make documents of the texts of Python and the installed packages; each text is used once."""
     import msgspec
 
     written = 0

@@ -1,12 +1,11 @@
-"""What a store in object storage is asked for: requests and bytes a row, and stores that nodes fetch.
+"""Requests and bytes per row that a store in object storage receives, and the stores that nodes download.
 
     python benchmarks/reading.py [--tiny] [--json]
 
-Counted from the plan, no server is asked: one pass over a synthetic store (documents of log-normal lengths, uint16,
+Counted from the plan, without a server: one pass over a synthetic store (documents of log-normal lengths, uint16,
 T = 2,048, batches of 2,048 rows) by 1 and by 8 nodes, for concat and best_fit, under full, block and window
-shuffle. Blocks of 1,024 rows or of one packing window, 32 shuffled together, that nodes fetch whole. Bytes without
-page sums.
-`tokenmill plan --remote` counts the same way.
+shuffle. Nodes download whole blocks of 1,024 rows or of one packing window, 32 of them shuffled together. Bytes
+are without page sums. `tokenmill plan --remote` counts in the same way.
 """
 
 from __future__ import annotations

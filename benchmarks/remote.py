@@ -1,20 +1,20 @@
-"""Tokens a second, first batch and bytes a token from a real S3 server, with latency, beside others who read it.
+"""Tokens per second, first batch and bytes per token from a real S3 server with latency, with peers.
 
     python benchmarks/remote.py [--tiny] [--json] [--latency 0 20 100] [--megatokens 20] [--steps 60]
         [--peers PYTHON]
 
-One server (SeaweedFS, on this machine), one proxy before it that adds latency to every answer and counts, the same
-tokens for all. Each way to read draws batches of 32 rows of 2,048 tokens in a process of its own:
+One server (SeaweedFS, on this machine), one proxy before it that counts requests and adds latency to every
+answer, and the same tokens for all. Each candidate draws batches of 32 rows of 2,048 tokens in its own process:
 
-- tokenmill from disk; from the server with pages proven, and without; with a mirror of a tenth of the store;
-- one blocking request for every piece of a row, as a loader does that reads exact ranges but does not work ahead;
-- MosaicML Streaming and LitData from their own formats, with a cache of a tenth of the store, where `--peers` names
-  the Python of an environment that has them. Their files are a 64th of the store each, so that a cache holds six;
-  by default they are 64 MB, and more is read for a row. Mosaic shuffles fully (`naive`); LitData shuffles its
-  files, and the rows within each: it has no full shuffle.
+- tokenmill from disk; from the server with verified pages, and without; with a mirror of a tenth of the store;
+- one blocking request for every piece of a row, like a loader that reads exact ranges but does not work ahead;
+- MosaicML Streaming and LitData from their own formats, with a cache of a tenth of the store, if `--peers` names
+  the Python of an environment that has them. Each of their files is a 64th of the store, so a cache holds six.
+  The default is 64 MB, which reads more per row. Mosaic shuffles fully (`naive`). LitData shuffles its files, and
+  the rows within each: it has no full shuffle.
 
-Kernels are loaded and packages imported before the clock starts. Rates are those behind the first batch. Who is not
-ready after ten seconds is stopped, and what it has drawn by then is told.
+Kernels are loaded and packages imported before the clock starts. Rates are those after the first batch. A
+candidate that is not ready after ten seconds is stopped, and the batches that it has drawn are reported.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def make_store(path: Path, tokens: int) -> None:
 
 
 def timed(batches: Iterator[int], began: float, cpu: float) -> dict[str, float]:
-    """Draw batches, given as their tokens: seconds to the first, tokens a second behind it, CPU-seconds."""
+    """Draw batches, given as their tokens: seconds to the first, tokens per second after it, CPU-seconds."""
     first, tokens = 0.0, 0
     for size in batches:
         first = first or time.perf_counter() - began
@@ -174,7 +174,7 @@ PEERS = {
 
 
 def child(kind: str, arguments: list[str]) -> None:
-    """Do one thing in a process of its own, and print what was found."""
+    """Run one candidate in a separate process, and print its results."""
     if kind in ("draw", "one"):
         print(json.dumps((draw if kind == "draw" else draw_one_by_one)(*arguments)))
         return
@@ -272,7 +272,7 @@ class Bench:
             if shuffle == "window":
                 ways = [("mirror", "draw", "true", None)]
             for way, kind, verified, limit in ways:
-                # A folder of its own, so that each brings small files anew.
+                # A new folder, so that each downloads small files again.
                 remote = f'mirror = "{self.folder}/mirror-{len(self.lines)}"'
                 remote += "" if limit is None else f"\nlimit_bytes = {limit}"
                 text = RUN.format(**base, verify=verified, remote=remote, store=place)

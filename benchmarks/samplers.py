@@ -1,11 +1,11 @@
-"""Which samples a step has: with other ranks, after a resume with other ranks, and after new weights.
+"""Samples of a step with other ranks, after a resume with other ranks, and after new weights.
 
     python benchmarks/samplers.py [--tiny] [--json] [CHECKOUT OF KEMPNERFORGE]
 
-Two datasets of 6,000 and 2,000 samples, mixed 3 to 1, steps of 8 samples. The samplers of KempnerForge are measured
-beside ours where the folder of a checkout is given: `kempnerforge/data/sampler.py` is all that is read of it, and
-its loader's part is done here as its code does it (a state counts batches, a resume skips as many times
-`batch_size` samples of the rank, and new weights begin a new iteration that skips what was read).
+Two datasets of 6,000 and 2,000 samples, mixed 3 to 1, in steps of 8 samples. KempnerForge's samplers are measured
+as well if the folder of a checkout is given. Only `kempnerforge/data/sampler.py` is imported from it. The part of
+its loader is done here as its code does it: a state counts batches, a resume skips as many times `batch_size`
+samples of the rank, and new weights start a new iteration that skips what was read.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def equal(order: Order) -> int:
 
 
 def repeated(order: Order, skip: int) -> int:
-    """Return how many samples are read twice when two ranks stop half-way, and one goes on behind `skip` samples.
+    """Return how many samples are read twice when two ranks stop half-way, and one resumes `skip` samples.
 
-    The batch of a rank stays what it was, 4 samples, so that the one rank takes two of them a step.
+    The batch of a rank stays at 4 samples, so the one rank takes two of them per step.
     """
     before = steps(order, 2, count=HALF)
     after = steps(order, 1, read=skip, count=HALF)

@@ -1,10 +1,10 @@
-"""What a first start costs: CPU-seconds from the start of Python to the first batch of a packed run.
+"""Cost of a first start: CPU-seconds from the start of Python to the first batch of a packed run.
 
     python benchmarks/start.py [--packing best_fit] [--tiny] [--json]
 
-Every round starts two processes with a cache folder of its own: cold, where nothing is compiled, and warm, where
-the kernels come from the folder. CPU-seconds are user and system time of the whole process, imports included. It
-also says which kernels were compiled, and how long each took.
+Every round starts two processes with a new cache folder: a cold one, where nothing is compiled, and a warm one,
+which loads the kernels from the folder. CPU-seconds are the user and system time of the whole process, with
+imports. The output also lists the kernels that were compiled, and the seconds of each.
 """
 
 from __future__ import annotations

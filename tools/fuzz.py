@@ -1,18 +1,18 @@
-"""Attacks what reads files of others, with random damage, and counts what comes of it.
+"""Attack the readers of foreign files with random damage, and count the outcomes.
 
     python tools/fuzz.py [--seconds N] [--seed N] [--target NAME ...] [--json]
     python tools/fuzz.py --replay tests/fuzz/*.json
     make fuzz
 
-Targets: stores, forged row indexes, manifests, token files of other projects, inputs of every format, tokenizers,
-chat templates, configs, states, and random runs that are resumed. Every case must end with the right tokens or with
-an error of ours. What fails it: a crash, a hang, an access out of bounds (kernels are compiled with bounds checks),
-an exception that is none of ours, memory above a bound, a wrong token. Cases run in a process of their own, so that
-a crash is counted as well; each is named by target and number, and `--target NAME --case NUMBER` runs it again.
+Targets: stores, forged row indexes, manifests, third-party token files, inputs of every format, tokenizers, chat
+templates, configs, states, and random runs that are resumed. Every case must end with the right tokens or with a
+tokenmill error. Failures are a crash, a hang, an access out of bounds (kernels are compiled with bounds checks),
+any other exception, memory above a limit, or a wrong token. Cases run in a separate process, so a crash is
+counted too. Each case is named by target and number, and `--target NAME --case NUMBER` runs it again.
 
-All that is random in a case comes from a list of numbers. A finding is made smaller by leaving out some and putting
-0 for others, as long as it ends in the same way: fewer changes, and the first of each choice. What is left is kept
-as a file in tests/fuzz, which every run and the tests play again.
+All randomness of a case comes from a list of numbers. A finding is reduced by removing numbers and replacing
+others by 0, as long as the outcome stays the same. The result is stored in tests/fuzz, and every run and the
+tests replay it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from pathlib import Path
 
 MEMORY_BYTES = 4 << 30
 CASE_SECONDS = 60
-"""Of the processor, by which a case that does not end is told from a busy machine; of the clock ten times that."""
+"""Limit of CPU time, to separate an endless case from a busy machine; the limit of the clock is ten times this."""
 ROUND_CASES = 40
 """Cases of one target that a process runs before the next one has its turn."""
 KEPT = Path(__file__).parents[1] / "tests" / "fuzz"
 MAX_NUMBERS = 1000
-"""Dice of a case; those behind them are 0."""
+"""Random numbers of a case; all further ones are 0."""
 SHRINK_ROUNDS = 40
 """Processes that may be spent on making a finding smaller."""
 ODD = (None, True, 0, -1, 1, 2**31, 2**63, 2**70, 1e308, -0.5, "", "x", "../..", "\x1b[31m", [], {}, [1], {"a": 1})
@@ -122,7 +122,7 @@ ALL_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "cu
 
 
 class Dice(random.Random):
-    """Random choices that come from a list of numbers of 64 bits; behind its end all are 0, the first or least."""
+    """Random choices from a list of 64-bit numbers; after its end all are 0, the first or smallest choice."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ RECIPES = (
 
 
 def attack_recipes(bench: Bench, dice: random.Random) -> None:
-    """Change a value of a recipe, and prepare what it is for."""
+    """Change a value of a recipe, and prepare records for it."""
     with tempfile.TemporaryDirectory(dir=bench.folder.parent) as name:
         recipe = Path(name) / "recipe.json"
         number = dice.randrange(len(RECIPES))
@@ -478,7 +478,7 @@ def attack_inputs(bench: Bench, dice: random.Random) -> None:
 
 
 def attack_tokenizers(bench: Bench, dice: random.Random) -> None:
-    """Change a value of a tokenizer.json or of what stands beside it, and open and use it and its template."""
+    """Change a value of a tokenizer.json or of a file next to it, then open and use it and its template."""
     from tokenmill.encode.chat.template import load_template
 
     demo = Path(bench.tm.__file__).parent / "demo" / "tokenizer"
@@ -560,7 +560,7 @@ def expression(dice: random.Random, depth: int) -> str:
 
 
 def attack_templates(bench: Bench, dice: random.Random) -> None:
-    """Run a template of random parts and expressions, in both environments, as either could be told apart."""
+    """Run a template of random parts and expressions in both environments, which could behave differently."""
     from tokenmill.encode import Refusal
     from tokenmill.encode.chat.render import render
     from tokenmill.encode.chat.template import ChatTemplate
@@ -687,7 +687,7 @@ ATTACKS: dict[str, Callable[[Bench, random.Random], None]] = {
 
 
 def serve(target: str) -> None:
-    """Run the cases of a target that are told on stdin, in this process; a line on stdout for each."""
+    """Run the cases of a target that are listed on stdin, in this process; print one line for each."""
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     from tokenmill.errors import TokenmillError
 
@@ -710,7 +710,7 @@ def serve(target: str) -> None:
 
 
 def run_cases(target: str, cases: Sequence[tuple[int, Sequence[int]]]) -> dict[int, str]:
-    """Have cases run by a process; return how each ended: those behind one that ended the process did not run."""
+    """Run cases in a process, and return the outcome of each. Cases after one that ended the process do not run."""
     command = [sys.executable, __file__, "--serve", target]
     environment = {**os.environ, "NUMBA_BOUNDSCHECK": "1", "PYTHONFAULTHANDLER": ""}
     pipe = subprocess.PIPE
@@ -764,7 +764,7 @@ def shrink(target: str, numbers: Sequence[int], outcome: str) -> list[int]:
 
 
 def keep(folder: Path, target: str, numbers: Sequence[int], outcome: str) -> Path:
-    """Write a finding to a file of its own."""
+    """Write a finding to a new file."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {"target": target, "found": outcome, "numbers": list(numbers)}
     name = hashlib.sha256(json.dumps([target, list(numbers)]).encode()).hexdigest()[:8]
@@ -774,7 +774,7 @@ def keep(folder: Path, target: str, numbers: Sequence[int], outcome: str) -> Pat
 
 
 def replay(files: Sequence[Path]) -> list[str]:
-    """Run cases that were kept; return those that end in a way that they must not."""
+    """Run the stored cases, and return those that fail."""
     findings = []
     for file in files:
         record = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""Write the bundled demo corpus: prose.jsonl, code.jsonl and dialogue.jsonl, the same bytes every time."""
+"""Write the bundled demo corpus: prose.jsonl, code.jsonl and dialogue.jsonl, always the same bytes."""
 
 import argparse
 import json

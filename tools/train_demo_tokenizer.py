@@ -1,4 +1,4 @@
-"""Train the tokenizer of the demo corpus: byte-level BPE of 4096 tokens, the same bytes every time."""
+"""Train the tokenizer of the demo corpus: byte-level BPE with 4096 tokens, always the same bytes."""
 
 import argparse
 import json

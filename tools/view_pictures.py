@@ -1,8 +1,8 @@
-"""Take the pictures of docs/how-to/view.md: the demo's run, in a real browser.
+"""Take the pictures of docs/how-to/view.md: the demo run in a real browser.
 
     python tools/view_pictures.py [--out docs/pictures]
 
-Needs playwright and a chromium that the system has.
+Needs playwright and an installed chromium.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SHOTS = {
     "view-chat": ("with/chat.toml/document?document=1", 1100, 560, "dark"),
     "view-narrow": ("step?step=41", 400, 760, "dark"),
 }
-"""Name of a picture -> what it shows, its width and height, light or dark."""
+"""Name of a picture -> its view, width, height, and light or dark."""
 CHATS = [
     [
         ("system", "Answer in one sentence."),
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def make(folder: Path) -> None:
-    """Prepare the run of the demo, and one over some chats beside it."""
+    """Prepare the demo run, and a run over some chats."""
     for kind in KINDS:
         out, tokenizer = folder / "stores" / kind, str(TOKENIZER_DIR)
         tm.prepare(CORPUS_DIR / f"{kind}.jsonl", out=out, tokenizer=tokenizer, workers=1, progress=False)
