@@ -1,8 +1,8 @@
-"""The engine under the interfaces that people already use.
+"""tokenmill behind the interfaces of other frameworks.
 
-1. In: a run, a store or a loader of ours; what a framework passes to its datasets, samplers and loaders.
-2. Does: speaks the language of one framework a file: its names, its parameters, its state; nothing is decided here.
-3. Out: the batches of the loader as that framework wants them, with exact resume wired in.
+1. In: a run, a store or a loader; the arguments that a framework passes to its datasets, samplers and loaders.
+2. Does: translates names, parameters and state, one framework per file. It has no logic of batches.
+3. Out: the batches of the loader in the form of the framework, with exact resume.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from tokenmill.errors import ConfigError, MissingExtraError
 from tokenmill.plan.plan import TokenSchedule
 
 ENDLESS = 1 << 40
-"""Steps of live text that ends when nobody draws from it any more."""
+"""Steps of live text that has no end of its own."""
 
 
 def need(module: str, *, extra: str, adapter: str, at_least: str | None = None) -> None:
-    """Import a framework, or say in one line what to install; `at_least` is a version such as "5.10"."""
+    """Import a framework, or raise an error that names the extra; `at_least` is a version such as "5.10"."""
     if not _is_there(module):
         raise MissingExtraError(f"{adapter}: needs {module}, got none; pip install 'tokenmill[{extra}]'")
     installed = _version_of(module) if at_least is not None else None
@@ -34,12 +34,12 @@ def need(module: str, *, extra: str, adapter: str, at_least: str | None = None) 
 def _is_there(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ImportError:  # something blocks the import, or the package that the module is in is missing
+    except ImportError:  # another package blocks the import, or the package of the module is missing
         return False
 
 
 def _version_of(module: str) -> str | None:
-    """Return the version that is installed; None for a module that is only on the path."""
+    """Return the installed version; None for a module that is only on the path."""
     try:
         return version(module)
     except PackageNotFoundError:
@@ -51,6 +51,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def check_schedule(schedule: object) -> None:
-    """Reject what is not a schedule of a run."""
+    """Reject anything but a schedule of a run."""
     if not isinstance(schedule, TokenSchedule):
         raise ConfigError(f"lr_schedule: expected a schedule of a run, got {schedule!r}; pass run.lr_schedule(...)")

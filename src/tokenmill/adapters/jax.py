@@ -1,4 +1,4 @@
-"""Batches for JAX: numpy arrays, or global arrays that are shared out over the devices of a mesh."""
+"""Batches for JAX: NumPy arrays, or global arrays that are sharded over the devices of a mesh."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Arrays = dict[str, jax.Array]
 def data_parallel(mesh: Mesh, axis: str = "data") -> tuple[int, int]:
     """Return (rank, world size) of this process along an axis of a mesh, for the loader.
 
-    Processes whose devices lie at the same places of the axis, as in tensor parallelism, are one rank.
+    Processes whose devices have the same positions on the axis, as in tensor parallelism, are one rank.
     """
     if axis not in mesh.shape:
         raise ConfigError(f"axis: must be one of the mesh, {', '.join(mesh.axis_names)}, got {axis!r}; name one")
@@ -47,7 +47,7 @@ def data_parallel(mesh: Mesh, axis: str = "data") -> tuple[int, int]:
 
 
 def optax_schedule(schedule: TokenSchedule, peak: float) -> Callable[[Any], jax.Array]:
-    """Return the learning rate as optax takes it, a function of the updates: `peak` times what follows tokens."""
+    """Return the learning rate for optax, as a function of the updates: `peak` times the schedule in tokens."""
     check_schedule(schedule)
     factors = jnp.asarray(schedule.table())
 
@@ -58,10 +58,10 @@ def optax_schedule(schedule: TokenSchedule, peak: float) -> Callable[[Any], jax.
 
 
 class JaxLoader(Iterator[Any]):
-    """The batches of a loader, as they are or as global arrays; saved and resumed as the loader itself.
+    """The batches of a loader, as NumPy arrays or as global arrays. It is saved and resumed like the loader.
 
-    With a mesh, each array holds the micro-batches of all ranks, in the order of ranks, shared out along `axis`;
-    arrays that have no line for every row, such as `num_loss_tokens`, are on every device.
+    With a mesh, each array contains the micro-batches of all ranks, in the order of ranks, sharded along `axis`.
+    Arrays without a line per row, such as `num_loss_tokens`, are on every device.
     """
 
     def __init__(self, loader: Loader, *, mesh: Mesh | None = None, axis: str = "data") -> None:
@@ -79,7 +79,7 @@ class JaxLoader(Iterator[Any]):
         return len(self.loader)
 
     def __iter__(self) -> JaxLoader:
-        self._stream = None  # an eval begins anew; a run goes on from where it stands
+        self._stream = None  # an eval restarts; a run continues from the current step
         return self
 
     def __next__(self) -> Batch | Arrays:
@@ -92,12 +92,12 @@ class JaxLoader(Iterator[Any]):
 
     @property
     def step(self) -> int:
-        """The step that the next batch belongs to."""
+        """Step of the next batch."""
         return self.loader.step
 
     @property
     def tokens_seen(self) -> TokensSeen:
-        """What all ranks have been given before that step: input slots, and labels."""
+        """Input slots and labels that all ranks received before that step."""
         return self.loader.tokens_seen
 
     def metrics(
@@ -107,11 +107,11 @@ class JaxLoader(Iterator[Any]):
         return self.loader.metrics(prefix=prefix, labels=labels, texts=texts, digest=digest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands, as JSON."""
+        """Return the position of the loader, as JSON."""
         return self.loader.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says; the next batch is the one from there."""
+        """Continue from the position of a state; the next batch is the first one after it."""
         self.loader.load_state_dict(state)
         self._stream = None
 
@@ -119,13 +119,13 @@ class JaxLoader(Iterator[Any]):
     set_state = load_state_dict
 
     def _place(self, array: AnyArray) -> jax.Array:
-        """Return this rank's part as a part of the global array, in the widest type that JAX is set to."""
+        """Return this rank's part of the global array, in the widest type that JAX is configured for."""
         part = np.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype))
         return jax.make_array_from_process_local_data(self._rows if array.ndim else self._everywhere, part)
 
 
 def _check(loader: Loader, mesh: Mesh, axis: str) -> None:
-    """Refuse a loader whose batches do not fit a mesh."""
+    """Reject a loader whose batches do not fit a mesh."""
     part, arrays = loader.part, loader.options.arrays
     rank, world_size = data_parallel(mesh, axis)
     if (part.rank, part.world_size) != (rank, world_size):

@@ -1,4 +1,4 @@
-"""A data module of Lightning that feeds a Trainer with the batches of a run."""
+"""A Lightning data module that feeds a Trainer with the batches of a run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tokenmill.run.run import Run
 from tokenmill.store import Store
 
 EvalData = Eval | Store | str | os.PathLike[str]
-"""What is validated on: an eval of a run, a store, or the path of one."""
+"""Evaluation data: an eval of a run, a store, or the path of a store."""
 MakeLoader = Callable[[int, int], Loader]
-"""(rank, world size) -> the loader of that rank."""
+"""Function of (rank, world size) that returns the loader of that rank."""
 
 
 class RunData(lightning.LightningDataModule):
-    """Trains on a run: its batches of this rank, its state in Lightning's own checkpoints.
+    """Trains on a run: this rank's batches, with its state in Lightning's checkpoints.
 
-    One epoch of Lightning is the whole run. `max_epochs=1` and `accumulate_grad_batches` are the Trainer's to say.
+    One Lightning epoch is the whole run. Pass `max_epochs=1` and `accumulate_grad_batches` to the Trainer.
     """
 
     def __init__(
@@ -43,23 +43,23 @@ class RunData(lightning.LightningDataModule):
         super().__init__()
         named = dict(enumerate(evals)) if isinstance(evals, list | tuple) else evals
         self.evals = list(find_evals(named, run, where="evals", beside="run").values())
-        """What the model is validated on: `run.evals[...]` or stores; several are several dataloaders, in order."""
+        """Evaluation data: `run.evals[...]` or stores. Several are several dataloaders, in order."""
         if evals and not self.evals:
             raise ConfigError(f"evals: must be evals of a run or stores, got {evals!r}; pass run.evals[...]")
         for item in self.evals:
-            _ = item.parts  # what is wrong with a store is said now, not at the first validation
+            _ = item.parts  # errors of a store are raised now, not at the first validation
         if self.evals:
-            # Lightning asks a module that has no validation_step why it has this method.
+            # Lightning warns if a module has this method but no validation_step.
             self.val_dataloader = self._val_dataloader
         self.run = run
         self.micro_batch = micro_batch
-        """Rows of a batch of one rank; has no effect where `run` is a function, which decides it."""
+        """Rows per batch and rank; has no effect if `run` is a function."""
         self.loader: Loader | None = None
-        """Of this rank, once the Trainer has asked for batches."""
+        """Loader of this rank, after the Trainer has requested batches."""
         self._saved: Mapping[str, Any] | None = None
 
     def train_dataloader(self) -> _Batches:
-        """Return the batches of this rank, from where the last state that was loaded says."""
+        """Return the batches of this rank, from the position of the last loaded state."""
         rank, world_size = self._own_rank()
         if isinstance(self.run, Run):
             self.loader = self.run.loader(rank=rank, world_size=world_size, micro_batch=self.micro_batch)
@@ -75,7 +75,7 @@ class RunData(lightning.LightningDataModule):
         return _Batches(self.loader, _begin(self.trainer, self.loader))
 
     def _val_dataloader(self) -> list[TorchLoader]:
-        """Return the batches of every eval of this rank, the same each time."""
+        """Return the batches of every eval for this rank, the same each time."""
         rank, world_size = self._own_rank()
         return [
             TorchLoader(item.loader(rank=rank, world_size=world_size, micro_batch=self.micro_batch))
@@ -83,32 +83,32 @@ class RunData(lightning.LightningDataModule):
         ]
 
     def _own_rank(self) -> tuple[int, int]:
-        # The strategy knows which ranks share their data, as those of tensor parallelism do.
+        # The strategy knows the ranks that share their data, such as those of tensor parallelism.
         own = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
         return own["rank"], own["num_replicas"]
 
     @property
     def tokens_seen(self) -> TokensSeen | None:
-        """What all ranks have been given before the step of the next batch; None before the first is asked for."""
+        """Input slots and labels that all ranks received before the next step; None before the first batch."""
         return None if self.loader is None else self.loader.tokens_seen
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where all ranks stand, as JSON; Lightning asks all ranks together."""
+        """Return the position of all ranks, as JSON; Lightning calls it on all ranks together."""
         if self.loader is None:
             return dict(self._saved or {})
         return joined_state(self.loader)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says: the loader that there is, and the one that is made next."""
+        """Apply a state to the current loader and to the next one."""
         self._saved = dict(state)
         if self.loader is not None:
             self.loader.load_state_dict(state)
 
 
 class _Batches(TorchLoader):
-    """What Lightning takes for a DataLoader, but shares out to no ranks: that is done.
+    """Stands for a DataLoader in Lightning, which then does not shard it over ranks again.
 
-    It has a state, as Lightning warns where it resumes amid an epoch without one.
+    It has a state, because Lightning warns if it resumes within an epoch without one.
     """
 
     def __init__(self, loader: Loader, begin: int) -> None:
@@ -116,7 +116,7 @@ class _Batches(TorchLoader):
         self.begin = begin
 
     def __len__(self) -> int:
-        """Return the number of micro-batches of the epoch, by which Lightning knows the last one."""
+        """Return the number of micro-batches of the epoch, so that Lightning knows the last one."""
         return len(self.loader) - self.begin
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,10 +125,10 @@ class _Batches(TorchLoader):
 
 
 def _reopen(trainer: lightning.Trainer, loader: Loader) -> None:
-    """Go on with an epoch that Lightning takes for done, where the run has batches left.
+    """Continue an epoch that Lightning considers finished, if the run has batches left.
 
-    It was ended by `max_steps` or `max_time`, or the run is longer now: Lightning would train nothing, and say that
-    `max_epochs` was reached.
+    `max_steps` or `max_time` ended it, or the run is longer now. Otherwise Lightning would train on nothing and
+    report that `max_epochs` was reached.
     """
     if loader.num_drawn >= len(loader):
         return
@@ -141,9 +141,10 @@ def _reopen(trainer: lightning.Trainer, loader: Loader) -> None:
 
 
 def _begin(trainer: lightning.Trainer, loader: Loader) -> int:
-    """Return how many micro-batches lie before the epoch; where Lightning resumes one, tell it how many it has had.
+    """Return the number of micro-batches before the epoch, and correct Lightning's count after a resume.
 
-    It counts those of the ranks that it ran on before: with more of them now, it would take the epoch for done.
+    Lightning counts those of the ranks of the earlier job. With more ranks now, it would consider the epoch
+    finished.
     """
     drawn = loader.num_drawn
     if not trainer.fit_loop.restarting:
@@ -156,7 +157,7 @@ def _begin(trainer: lightning.Trainer, loader: Loader) -> int:
 
 
 def _check_trainer(trainer: lightning.Trainer, loader: Loader) -> None:
-    """Refuse a Trainer whose steps are not those of the run, or that would go on after its end."""
+    """Reject a Trainer whose steps differ from those of the run, or that would continue after its end."""
     stages = [stage for stage in loader.plan.stages if stage.spec.skipped is None]
     sizes, steps = {loader.part.batches(stage) for stage in stages}, sum(stage.num_steps for stage in stages)
     if trainer.lightning_module.automatic_optimization and sizes != {trainer.accumulate_grad_batches}:

@@ -1,4 +1,4 @@
-"""The distributed loaders of nanochat on live text: same names and parameters, resumed exactly."""
+"""nanochat's distributed loaders on live text: the same names and parameters, with exact resume."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from tokenmill.encode.tokenizer import Tokenizer
 
 FOLDERS = ("base_data_climbmix", "base_data")
-"""Where nanochat keeps its Parquet files below its base folder: now, and before."""
+"""Folders of nanochat's Parquet files below its base folder: the current one, and the older one."""
 LANE_FOLDER = "tokenmill_lanes"
-"""Where ranks write below that folder where their lanes were."""
+"""Folder below the base folder in which ranks record the positions of their lanes."""
 LIVE, ROWS = "live", "rows"
-"""Keys of a state under which there is what exactness needs: the places of lanes, and how many rows each lane had
-given when the step began."""
+"""Keys of a state with the data for exact resume: the positions of lanes, and the rows that each lane had delivered
+when the step started."""
 AnyTokenizer: TypeAlias = "str | Tokenizer | NanochatTokenizer"
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 State: TypeAlias = dict[str, Any]
@@ -48,31 +48,33 @@ _log = logging.getLogger("tokenmill")
 
 
 class SplitError(ConfigError, AssertionError):
-    """A split that nanochat does not have, which is an AssertionError there."""
+    """A split that nanochat does not have, which is an AssertionError in nanochat."""
 
 
 class More(TypedDict, total=False):
-    """What may be given by name beside nanochat's parameters."""
+    """Keyword arguments in addition to nanochat's parameters."""
 
     data_dir: str | os.PathLike[str]
-    """Folder of the Parquet files: where nanochat keeps them."""
+    """Folder of the Parquet files; by default, nanochat's."""
     shuffle: bool
     seed: int
     crop: str
-    """What becomes of the rest of a cropped document: `discard` as in nanochat, or `return` to later rows."""
+    """Fate of the rest of a cropped document: `discard` as in nanochat, or `return` to later rows."""
     lanes: int
-    """Streams over all ranks: those of the state that is resumed, else B times the ranks; 1 to validate."""
+    """Number of lanes over all ranks: by default that of the resumed state, otherwise B times the ranks; 1 for
+    validation."""
     prefetched: bool
-    """Whether a state resumes at the batch that it came with, not after it; True, as base_train draws a batch
-    ahead before it saves."""
+    """Whether a state resumes at the batch that it came with, not after it. The default is True, because base_train
+    draws a batch ahead before it saves."""
     lane_dir: str | os.PathLike[str]
-    """Folder, shared by all ranks, where they write where their lanes were: one in nanochat's base folder."""
+    """Folder, shared by all ranks, in which they record the positions of their lanes; by default in nanochat's base
+    folder."""
     on_error: str
-    """What a record that cannot be read does: `stop` the run, or be `skip`ped and counted."""
+    """Action for a record that cannot be read: `stop` the run, or `skip` and count it."""
     ignore_index: int
-    """Target of padding: -1, which nanochat's loss leaves out."""
+    """Target of padding: -1, which nanochat's loss ignores."""
     rank: int
-    """That of torch.distributed, else of the environment, else the only one."""
+    """Rank and world size: by default those of torch.distributed, else of the environment, else a single rank."""
     world_size: int
 
 
@@ -88,9 +90,9 @@ def tokenizing_distributed_data_loader_with_state(  # noqa: PLR0913, PLR0917 - n
     buffer_size: int = 1000,
     **more: Unpack[More],
 ) -> Iterator[Triple]:
-    """Yield (inputs, targets, state) for ever; rows cut the text wherever they end.
+    """Yield (inputs, targets, state) forever; rows cut the text at any token.
 
-    `buffer_size` is about how many documents are packed together.
+    `buffer_size` is the approximate number of documents that are packed together.
     """
     stream = _Stream("concat", tokenizer, (B, T), split, tokenizer_threads, buffer_size, resume_state_dict, more)
     return stream.batches(_device(device))
@@ -108,9 +110,9 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(  # noqa: PLR0913,
     buffer_size: int = 1000,
     **more: Unpack[More],
 ) -> Iterator[Triple]:
-    """Yield (inputs, targets, state) for ever; rows start with BOS and are filled by best fit and cropping.
+    """Yield (inputs, targets, state) forever; rows start with BOS and are filled by best fit and cropping.
 
-    `buffer_size` is about how many documents are packed together.
+    `buffer_size` is the approximate number of documents that are packed together.
     """
     stream = _Stream(
         "bos_best_fit", tokenizer, (B, T), split, tokenizer_threads, buffer_size, resume_state_dict, more
@@ -120,7 +122,7 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(  # noqa: PLR0913,
 
 def _without_state(loader: Callable[P, Iterator[Triple]]) -> Callable[P, Iterator[Pair]]:
     def call(*args: P.args, **kwargs: P.kwargs) -> Iterator[Pair]:
-        """Yield (inputs, targets) for ever, as the loader of the same name with state does."""
+        """Yield (inputs, targets) forever, like the loader of the same name with a state."""
         stream = loader(*args, **kwargs)  # now, not with the first batch
         return ((inputs, targets) for inputs, targets, _ in stream)
 
@@ -134,18 +136,18 @@ tokenizing_distributed_data_loader_bos_bestfit = _without_state(
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
-    """Join the states of all ranks, each of the same batch, into one that any number of ranks can resume."""
-    live = merge_live([_checked(state)[LIVE] for state in states])  # refuses an empty list
+    """Join the states of all ranks, each for the same batch, into one that any number of ranks can resume."""
+    live = merge_live([_checked(state)[LIVE] for state in states])  # rejects an empty list
     return {**states[0], LIVE: live}
 
 
 def gather_state(state: Mapping[str, Any]) -> State:
-    """Join the states of all ranks of torch.distributed; each of them calls this with that of the same batch."""
+    """Join the states of all ranks of torch.distributed; each rank calls this with its state of the same batch."""
     return merge_states(gather(state, None) if is_running() else [state])
 
 
 def list_parquet_files(data_dir: str | os.PathLike[str] | None = None) -> list[str]:
-    """Return the Parquet files of a folder by name; None: of nanochat's own folder."""
+    """Return the Parquet files of a folder by name, by default of nanochat's folder."""
     if data_dir is None:
         base = _base_dir()
         data_dir = next((base / name for name in FOLDERS if (base / name).is_dir()), base / FOLDERS[0])
@@ -159,10 +161,10 @@ def _base_dir() -> Path:
 
 
 class _Stream:
-    """The batches of one rank. All that is needed is opened at once, so that errors are raised by the call.
+    """The batches of one rank. Everything that it needs is opened at once, so errors are raised by the call.
 
-    Lanes of training belong to ranks. To validate, every rank reads the one lane that there is, and keeps its part
-    of the rows: those of some batches of all ranks then depend on neither B nor the number of ranks.
+    For training, each lane belongs to one rank. For validation, every rank reads the single lane, and keeps its
+    part of the rows. The rows of all ranks then depend neither on B nor on the number of ranks.
     """
 
     def __init__(
@@ -188,17 +190,17 @@ class _Stream:
         if isinstance(tokenizer, str):
             options = replace(options, add_bos=True, add_eos=False)
         elif isinstance(tokenizer, NanochatTokenizer):
-            tokenizer, threads = ForeignTokenizer(inner=tokenizer, num_threads=threads), 1  # has threads of its own
+            tokenizer, threads = ForeignTokenizer(inner=tokenizer, num_threads=threads), 1  # has its own threads
         source = open_live(files, tokenizer=tokenizer, options=options)
         if not source.tokenizer.identity.add_bos:
             raise ConfigError(
                 "tokenizer: must start documents with BOS, got one without; open it with add_bos=True"
             )
         self._kept, self._share = (rank, world_size) if split == "val" else (0, 1)
-        # With more lanes than rows, a step is as many batches as it takes to ask each lane once.
+        # With more lanes than rows, a step has as many batches as are needed to use each lane once.
         batch = math.lcm(lanes, rows)
         self._each = batch // lanes
-        """Rows that a lane gives in a step."""
+        """Rows that a lane delivers per step."""
         self.loader = LiveLoader(
             source,
             steps=ENDLESS,
@@ -218,14 +220,14 @@ class _Stream:
             name=f"rank-{rank}-of-{world_size}",
         )
         self._rows_before = 0
-        """Rows that lanes gave in steps of another size, where a run was resumed with another B."""
+        """Rows that lanes delivered in steps of another size, if a run was resumed with another B."""
         if state is not None:
             self._load(state)
         self._prefetched, self._ignore = more.get("prefetched", True), more.get("ignore_index", -1)
         self._file_numbers = {file.path: number for number, file in enumerate(source.files)}
 
     def batches(self, device: torch.device) -> Iterator[Triple]:
-        """Yield (inputs, targets, state) for ever."""
+        """Yield (inputs, targets, state) forever."""
         before, kept = self._state(), {}
         bos = self.loader.source.tokenizer.identity.bos_id
         assert bos is not None
@@ -238,7 +240,7 @@ class _Stream:
                 after = self._state()
                 if self.loader.part.world_size > 1:
                     self._note_windows()
-                # The end of a document is followed by the BOS of another, as in one long stream.
+                # The end of a document is followed by the BOS of the next one, as in one long stream.
                 ends = kept["labels"] == IGNORE
                 kept["labels"][ends] = np.where(kept["doc_ids"][ends] < 0, self._ignore, bos)
                 tensors = to_device(to_torch({name: kept[name] for name in ("input_ids", "labels")}), device)
@@ -249,7 +251,7 @@ class _Stream:
             self._lanes.close()
 
     def _state(self) -> State:
-        """Return where the rank stands; the keys that nanochat knows are those of its first lane."""
+        """Return the position of the rank; the keys that nanochat knows are those of its first lane."""
         text = self.loader.text
         lane = text.numbers.start
         position = text.lanes[lane].position
@@ -259,11 +261,11 @@ class _Stream:
         return {**place, ROWS: rows, LIVE: self.loader.state_dict()}
 
     def _rows_given(self, index: int, rows: int, batches: int) -> int:
-        """Return how many rows the lane of an index within any rank has given, after some batches of a step."""
+        """Return the rows that the n-th lane of any rank has delivered, after some batches of a step."""
         return rows + min(max(0, batches * self.loader.part.micro_batch - index * self._each), self._each)
 
     def _note_windows(self) -> None:
-        """Write down which windows the lanes have come to."""
+        """Record the windows that the lanes have reached."""
         position = self.loader.position
         rows = self._rows_before + position.step * self._each
         for index, (number, lane) in enumerate(self.loader.text.lanes.items()):
@@ -271,7 +273,7 @@ class _Stream:
                 self._lanes.note(number, self._rows_given(index, rows, position.batch) - lane.row, lane.window)
 
     def _load(self, state: State) -> None:
-        """Go to where a state says; the lanes that it does not have are those of other ranks, and are looked up."""
+        """Continue from a state; lanes that are missing in it are those of other ranks, and are looked up."""
         live, rows, text = state[LIVE], state[ROWS], self.loader.text
         lanes = live["live"]["lanes"].get("text", {})
         missing = [number for number in text.numbers if str(number) not in lanes]
@@ -290,7 +292,7 @@ class _Stream:
 
 
 def _check_call(split: str, more: More) -> None:
-    """Refuse a split or parameters that are not known."""
+    """Reject an unknown split or unknown parameters."""
     for name in set(more) - set(More.__annotations__):
         known = [*More.__annotations__, "buffer_size"]
         raise ConfigError(f"loader: parameters must be known, got {name!r}; {nearest(name, known)}")
@@ -305,24 +307,24 @@ def _announce(files: int, lanes: int, shape: tuple[int, int], ranks: int) -> Non
 
 
 class _Window(NamedTuple):
-    """A window of a lane, as a line of the log describes it."""
+    """A window of a lane, as recorded in a line of the log."""
 
     start: int
-    """Rows that the lane had given before it."""
+    """Rows that the lane had delivered before it."""
     epoch: int
     turn: int
     rows: int
     check: str
-    """Digest of what it held."""
+    """Digest of its content."""
 
 
 class LaneLog:
-    """Which windows lanes came to after how many rows: by this the state of one rank does for all ranks.
+    """Log of the windows that lanes reached after a number of rows, so that the state of one rank is enough.
 
-    nanochat saves the state of rank 0. How many rows the lanes of other ranks have given is known, as all go in
-    step; in which window that is, only the rank that has read the text knows. So every rank writes a line for each
-    window that its lanes come to. A line is a fact of the text, the same in every run of it. Text without a line is
-    read again.
+    nanochat saves the state of rank 0. The number of rows that the lanes of other ranks have delivered is known,
+    because all ranks have the same step. Their windows are known only to the rank that has read the text. So every
+    rank writes a line for each window that its lanes reach. A line is a fact of the text, the same in every run of
+    it. Text without a line is read again.
     """
 
     def __init__(self, folder: Path, loader: LiveLoader, *, name: str) -> None:
@@ -332,11 +334,11 @@ class LaneLog:
         self._name = name
         self._file: int | None = None
         self._noted: dict[int, int] = {}
-        """Lane -> start of the window that was last noted."""
+        """Lane -> start of the window that was last recorded."""
         self._warned = False
 
     def note(self, number: int, start: int, window: LaneWindow) -> None:
-        """Write down a window that a lane has come to, once; a log that cannot be written is given up."""
+        """Record a window that a lane has reached, once; if the log cannot be written, recording stops."""
         if self._noted.get(number) == start or self._file == -1:
             return
         self._noted[number] = start
@@ -357,7 +359,7 @@ class LaneLog:
             )
 
     def position(self, number: int, rows: int) -> LanePosition:
-        """Return where a lane stands that has given so many rows."""
+        """Return the position of a lane that has delivered a number of rows."""
         window = max((window for window in self._known.get(number, ()) if window.start <= rows), default=None)
         start, place = 0, LanePosition()
         while window is not None or start < rows:
@@ -384,7 +386,7 @@ class LaneLog:
 
     @cached_property
     def _known(self) -> dict[int, list[_Window]]:
-        """Lane -> its windows that are on record; lines that are torn, or of other text, are ignored."""
+        """Lane -> its recorded windows; lines that are torn, or of other text, are ignored."""
         windows: dict[int, list[_Window]] = {}
         for file in self._folder.glob("rank-*"):
             for line in file.read_text("utf-8", errors="replace").splitlines():
@@ -413,7 +415,7 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _checked(state: Mapping[str, Any]) -> State:
-    """Return a state of this loader, or refuse another."""
+    """Return a state of this loader, or reject another one."""
     rows = state.get(ROWS) if isinstance(state, Mapping) else None
     if not isinstance(rows, int) or rows < 0 or not isinstance(state.get(LIVE), Mapping):
         shown = list(state) if isinstance(state, Mapping) else type(state).__name__
@@ -426,7 +428,7 @@ def _checked(state: Mapping[str, Any]) -> State:
 
 
 def _lanes(state: State | None) -> int | None:
-    """Return how many lanes a state was made with; the loader checks the rest of it."""
+    """Return the number of lanes of a state; the loader checks the rest of it."""
     options = None if state is None else state[LIVE].get("made_of", {}).get("options")
     lanes = options.get("lanes") if isinstance(options, Mapping) else None
     return lanes if isinstance(lanes, int) and lanes > 0 else None
@@ -456,7 +458,7 @@ def _options(packing: str, seq_len: int, first: str, lanes: int, documents: int,
         shuffle=more.get("shuffle", False),
         lanes=lanes,
         on_error=more.get("on_error", "stop"),
-        keep_empty=True,  # as nanochat: a BOS alone
-        # Less than was asked for, so that a row group of about as many documents is one window.
+        keep_empty=True,  # as in nanochat: a single BOS
+        # Less than the given size, so that a row group with about this number of documents is one window.
         window_bytes=max(int(0.75 * documents * each), 1),
     )

@@ -1,4 +1,4 @@
-"""Batches as torch tensors, alone or under torch.distributed: rank, state of all ranks, and whether they agree."""
+"""Batches as torch tensors, alone or under torch.distributed: rank, state of all ranks, and their agreement."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 _MID_STEP = ("batches", "micro_batch", "world_size")
 _NESTED = ("made_of", "live")
-"""What states of live text hold beside numbers and texts."""
+"""Entries of live-text states that are neither numbers nor text."""
 Tensors = dict[str, torch.Tensor]
 
 
 def to_torch(batch: Batch) -> Tensors:
-    """Return the arrays of a batch as tensors; they share its memory. Columns that are no numbers are left out."""
+    """Return the arrays of a batch as tensors that share its memory, without columns that are not numeric."""
     numbers = {name: array for name, array in batch.items() if array.dtype != object}
     return {name: torch.from_numpy(array) if array.ndim else torch.tensor(array) for name, array in numbers.items()}
 
@@ -57,9 +57,9 @@ def to_device(tensors: Tensors, device: torch.device) -> Tensors:
 
 
 class TorchLoader:
-    """The batches of a loader as tensors; saved and resumed as the loader itself, by any world size.
+    """The batches of a loader as tensors. It is saved and resumed like the loader, with any world size.
 
-    It is Stateful, as torch.distributed.checkpoint wants it: `dcp.save({"loader": loader, ...}, ...)`.
+    It is Stateful, as torch.distributed.checkpoint expects: `dcp.save({"loader": loader, ...}, ...)`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class TorchLoader:
         self.loader = loader
         self.device = torch.device(device) if device is not None else None
         self.group = group
-        """All data-parallel ranks; None: all there are."""
+        """Group of all data-parallel ranks; None means all ranks."""
         self._check = RankCheck(loader, group) if check_ranks else None
 
     def __repr__(self) -> str:
@@ -91,12 +91,12 @@ class TorchLoader:
 
     @property
     def step(self) -> int:
-        """The step that the next batch belongs to."""
+        """Step of the next batch."""
         return self.loader.step
 
     @property
     def tokens_seen(self) -> TokensSeen:
-        """What all ranks have been given before that step: input slots, and labels."""
+        """Input slots and labels that all ranks received before that step."""
         return self.loader.tokens_seen
 
     def metrics(
@@ -106,14 +106,15 @@ class TorchLoader:
         return self.loader.metrics(prefix=prefix, labels=labels, texts=texts, digest=digest)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the run stands, as JSON, the same on every rank.
+        """Return the position of the run, as JSON, the same on every rank.
 
-        Under torch.distributed the ranks of live text must call it together, as each knows its own lanes alone.
+        Under torch.distributed, all ranks of live text must call it together, because each knows only its own
+        lanes.
         """
         return dict(flat_state(self.loader, self.group))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says, its own or the loader's; a running iteration goes on from there."""
+        """Continue from a state, of this class or of the loader; a running iteration continues from there."""
         self.loader.load_state_dict(own_state(state))
 
 
@@ -129,11 +130,12 @@ def torch_loader(  # noqa: PLR0913 - all that a process may say of itself
     check_ranks: bool = False,
     arrays: Sequence[str] | None = None,
 ) -> TorchLoader:
-    """Return the loader of this process, of a run or of one of its evals.
+    """Return the loader of this process, for a run or for one of its evals.
 
-    Rank and world size are those of torch.distributed if it runs (of `group`, the data-parallel one), else of the
-    environment that torchrun sets, else one rank alone; those that are given win. A `layout`, such as `mesh_layout`
-    gives, says it all; `group` are then its data-parallel ranks, where these are compared or text is live.
+    Rank and world size are those of torch.distributed if it is initialized (of `group`, the data-parallel one),
+    otherwise those of the environment that torchrun sets, otherwise one rank alone. `rank` and `world_size`
+    override them. A `layout`, for example from `mesh_layout`, replaces all of these. `group` is then its
+    data-parallel ranks, which `check_ranks` and live text need.
     """
     if isinstance(run, str | os.PathLike):
         raise ConfigError(
@@ -156,16 +158,16 @@ MESH_NAMES = {
     "tp": ("tp", "tensor"),
     "pp": ("pp", "pipeline", "stage"),
 }
-"""Kind of group -> names that dimensions of a mesh have for it, in torchtitan and elsewhere."""
+"""Kind of group -> names of its mesh dimensions, in torchtitan and elsewhere."""
 
 
 def mesh_layout(
     mesh: DeviceMesh, *, names: Mapping[str, str] | None = None, cut: str = "zigzag", needs: str = "everything"
 ) -> Layout:
-    """Return where this process stands in a mesh of named dimensions, such as `("dp_shard", "cp", "tp")`.
+    """Return the position of this process in a mesh of named dimensions, such as `("dp_shard", "cp", "tp")`.
 
-    Several data-parallel dimensions are one group, in their order. `names` says what other names mean, such as
-    `{"ep": "dp"}`; `cut` and `needs` are those of a `Layout`.
+    Several data-parallel dimensions are one group, in their order. `names` maps other names, such as `{"ep":
+    "dp"}`. `cut` and `needs` are those of a `Layout`.
     """
     kinds = {name: kind for kind, known in MESH_NAMES.items() for name in known} | dict(names or {})
     places: Any = dict.fromkeys(MESH_NAMES, (0, 1))
@@ -192,7 +194,7 @@ def lr_scheduler(optimizer: torch.optim.Optimizer, schedule: TokenSchedule) -> t
     def factor(number: int) -> float:
         return schedule.nth(number)
 
-    # A function, as of anything else the scheduler would keep the attributes, here the plan, in its state.
+    # A function: the scheduler would store the attributes of any other object, here the plan, in its state.
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
@@ -202,7 +204,7 @@ def lr_scheduler(optimizer: torch.optim.Optimizer, schedule: TokenSchedule) -> t
 def find_rank(
     group: dist.ProcessGroup | None = None, *, rank: int | None = None, world_size: int | None = None
 ) -> tuple[int, int]:
-    """Return rank and world size: those given, else as torch.distributed or the launcher says, else (0, 1)."""
+    """Return rank and world size: the given ones, else those of torch.distributed or the launcher, or (0, 1)."""
     if rank is None or world_size is None:
         own = _own_rank(group)
         rank, world_size = own[0] if rank is None else rank, own[1] if world_size is None else world_size
@@ -214,7 +216,7 @@ def find_rank(
 
 
 def _own_rank(group: dist.ProcessGroup | None) -> tuple[int, int]:
-    """Return rank and world size: of torch.distributed if it runs, else of RANK and WORLD_SIZE, else (0, 1)."""
+    """Return rank and world size of torch.distributed if initialized, else of RANK and WORLD_SIZE, else (0, 1)."""
     if is_running():
         return dist.get_rank(group), dist.get_world_size(group)
     launcher = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
@@ -241,7 +243,7 @@ def gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:  # noqa: A
 
 
 def check_rank(loader: Loader, rank: int, world_size: int, *, where: str, way_out: str) -> None:
-    """Refuse a loader of another rank, which would train on rows twice."""
+    """Reject a loader of another rank, which would train on rows twice."""
     part = loader.part
     if (part.rank, part.world_size) != (rank, world_size):
         raise ConfigError(
@@ -251,10 +253,10 @@ def check_rank(loader: Loader, rank: int, world_size: int, *, where: str, way_ou
 
 
 def joined_state(loader: Loader, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """Return where all ranks stand, as JSON.
+    """Return the position of all ranks, as JSON.
 
-    A rank of live text, alone or beside stores, knows its own lanes alone: where torch.distributed runs, all ranks
-    must ask together, and each gets the lanes of all.
+    A rank of live text, alone or next to stores, knows only its own lanes. Under torch.distributed, all ranks must
+    call this together, and each gets the lanes of all.
     """
     state: dict[str, Any] = dict(loader.state_dict())
     if not loader.lanes or not is_running():
@@ -271,12 +273,12 @@ def joined_state(loader: Loader, group: dist.ProcessGroup | None = None) -> dict
 
 
 def flat_state(loader: Loader, group: dist.ProcessGroup | None = None) -> dict[str, int | str]:
-    """Return where all ranks stand with the same keys at any time, each a number or a text.
+    """Return the position of all ranks with the same keys at any time, each a number or a text.
 
-    A distributed checkpoint loads the keys that a fresh loader has, and no others.
+    A distributed checkpoint loads only the keys that a new loader has.
     """
     state = joined_state(loader, group)
-    # A loader of live text without a plan on record goes by what it is made of, and by the batch within a step.
+    # A loader of live text without a recorded plan is identified by its source, and by the batch within a step.
     mid_step = (*_MID_STEP, "global_batch_size") if "made_of" in state else _MID_STEP
     always = {key: value for key, value in state.items() if key not in mid_step}
     texts = {key: json.dumps(value) if isinstance(value, Mapping) else value for key, value in always.items()}
@@ -284,9 +286,9 @@ def flat_state(loader: Loader, group: dist.ProcessGroup | None = None) -> dict[s
 
 
 def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state as the loaders have it; one that already is stays as it is."""
+    """Return a state in the loader's form; one that already is stays unchanged."""
     if not isinstance(state, Mapping):
-        return state  # the loader says what is wrong with it
+        return state  # the loader raises the error
     nested = dict(state)
     for key in _NESTED:
         if isinstance(nested.get(key), str):
@@ -299,16 +301,16 @@ def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested
 
 
-# What the datasets and samplers of several projects do alike.
+# Common parts of the datasets and samplers of several projects.
 
 _BLOCK = 4096
-"""Samples whose order is computed together."""
+"""Number of samples whose order is computed together."""
 
 
 def dealt(places: range, size: int, key: int | None) -> Iterator[int]:
-    """Yield the samples at some places of an epoch of so many: shuffled by a key, or in their order without one.
+    """Yield the samples at some positions of an epoch: shuffled by a key, or in order without one.
 
-    Places from the end of the epoch on are its first ones again.
+    Positions after the end of the epoch start at its first ones again.
     """
     for first in range(0, len(places), _BLOCK):
         block = places[first : first + _BLOCK]
@@ -317,9 +319,9 @@ def dealt(places: range, size: int, key: int | None) -> Iterator[int]:
 
 
 def read_windows(store: Store, key: str, begins: Sequence[int], length: int) -> Iterator[tuple[int, AnyArray]]:
-    """Yield windows of so many values of an array, each with the index of its begin; a shard is opened once.
+    """Yield windows of an array with `length` values, each with the index of its start; a shard is opened once.
 
-    A window must be copied before the next is asked for.
+    A window must be copied before the next one is requested.
     """
     edges = store.axes[store.axis(key)].values
     inner_edges, by_shard = edges[1:-1], dict[int, list[int]]()
@@ -337,28 +339,28 @@ def read_windows(store: Store, key: str, begins: Sequence[int], length: int) -> 
                     yield index, values[begin - first : begin - first + length]
 
 
-# Whether all ranks read the same.
+# Check that all ranks read the same.
 
 View: TypeAlias = dict[str, str]
-"""What a rank reads at a step, in the eyes of a rank: source -> digest of its rows."""
+"""Rows that a rank reads at a step, as computed by any rank: source -> digest of its rows."""
 _OF_THE_BATCH = frozenset(("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen", "num_loss_tokens"))
-"""Arrays that have no line for every row."""
+"""Arrays without a line per row."""
 _DIGEST_BITS = 48
-"""Of what is summed up over ranks: 32768 of them do not overflow 64 bits."""
+"""Modulus of the numbers that are summed over ranks: 32768 of them do not overflow 64 bits."""
 
 
 @dataclass(eq=False)
 class RankCheck:
-    """Compares the ranks at every step, by one sum of 8 bytes, and stops all of them where they disagree.
+    """Compares the ranks at every step, by one sum of 8 bytes, and stops all of them if they disagree.
 
-    Each rank adds a digest of what it delivered and takes away one of what the next rank must deliver: the sum is 0
-    if all neighbours agree on step, plan and tokens. For that it reads the rows of the next rank besides its own.
-    Where text is live, step, files, tokenizer and options are compared, but no rows.
+    Each rank adds a digest of its rows and subtracts one of the rows that the next rank must deliver. The sum is 0
+    if all neighbours agree on step, plan and tokens. For this, each rank also reads the rows of the next one. For
+    live text, it compares step, files, tokenizer and options, but no rows.
     """
 
     loader: Loader
     group: dist.ProcessGroup | None = None
-    """All data-parallel ranks; None: all there are."""
+    """Group of all data-parallel ranks; None means all ranks."""
     _seen: list[bytes] = field(default_factory=list, init=False)
     """Digests of the rows of the step that were delivered."""
     _others: dict[int, Loader] = field(default_factory=dict, init=False)
@@ -377,12 +379,12 @@ class RankCheck:
 
     @property
     def rank(self) -> int:
-        """The rank that the loader was made for."""
+        """Rank of the loader."""
         return self.loader.part.rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that the loader was made for."""
+        """Number of ranks of the loader."""
         return self.loader.part.world_size
 
     def batches(self) -> Iterator[Batch]:
@@ -394,11 +396,11 @@ class RankCheck:
         while True:
             position = self.loader.position
             if position != expected or position.batch == 0:
-                self._seen = []  # a state was loaded, or a step begins
+                self._seen = []  # a state was loaded, or a step starts
             batch = next(stream, None)
             if batch is None:
                 return
-            if not self.loader.lanes:  # rows of live text no other rank can look at
+            if not self.loader.lanes:  # no other rank can read rows of live text
                 self._seen += _row_digests(batch)
             expected = self.loader.position
             if expected.step != position.step:
@@ -415,7 +417,7 @@ class RankCheck:
             raise self._disagreement(step)
 
     def _token(self, step: int, rank: int) -> int:
-        """Return a number for what a rank delivers at a step, in the eyes of this one."""
+        """Return a number for the rows of a rank at a step, as computed by this rank."""
         seen = canonical([step, self._fingerprint, rank, self._view(step, rank)])
         return xxhash.xxh3_64_intdigest(seen) % (1 << _DIGEST_BITS)
 
@@ -424,7 +426,7 @@ class RankCheck:
         return digest(self.loader.describe())
 
     def _view(self, step: int, rank: int) -> View:
-        """Return what a rank reads of the rows of a step that were delivered, as this one sees it."""
+        """Return the digests of the delivered rows of a rank in a step, as computed by this rank."""
         if not self._seen:
             return {}
         plan, digests = self.loader.plan, self._seen
@@ -445,7 +447,7 @@ class RankCheck:
         return self._others[rank]
 
     def _disagreement(self, step: int) -> TokenmillError:
-        """Find out, with all ranks, which of them is not like the others; each gets the same answer."""
+        """Find the rank that differs from the others, together with all ranks; each gets the same answer."""
         ranks: list[int] = gather(self.rank, self.group)
         steps: list[int] = gather(step, self.group)
         if len(set(steps)) > 1:
@@ -464,7 +466,7 @@ class RankCheck:
         return self._other_tokens(step, ranks)
 
     def _other_tokens(self, step: int, ranks: Sequence[int]) -> TokenmillError:
-        """Read, on all ranks, the rows that two disagree on; return an error that names the odd one."""
+        """Read, on all ranks, the rows on which two disagree; return an error that names the odd rank."""
         after = (self.rank + 1) % self.world_size
         delivered: list[View] = gather(self._view(step, self.rank), self.group)
         awaited: list[View] = gather(self._view(step, after), self.group)
@@ -483,10 +485,10 @@ class RankCheck:
 
 
 def _row_digests(batch: Batch) -> list[bytes]:
-    """Return a digest of every row, over all arrays that are there."""
+    """Return a digest of every row, over all its arrays."""
     arrays = [array for name, array in batch.items() if name not in _OF_THE_BATCH and array.dtype != object]
     digests = []
-    for row in range(arrays[0].shape[0] if arrays else 0):  # a rank may need nothing of a batch
+    for row in range(arrays[0].shape[0] if arrays else 0):  # a rank may need no array of a batch
         state = xxhash.xxh3_64()
         for array in arrays:
             state.update(array[row].tobytes())
@@ -495,12 +497,12 @@ def _row_digests(batch: Batch) -> list[bytes]:
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where a number must be to be summed up over ranks."""
+    """Return the device of a number that is summed over ranks."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 def _odd(ranks: Sequence[int], values: Sequence[object]) -> list[int]:
-    """Return the ranks whose value is not that of most; all of them where no value has a majority.
+    """Return the ranks whose value differs from the majority; all of them without a majority.
 
     >>> _odd([0, 1, 2], ["a", "b", "a"]), _odd([0, 1], ["a", "b"]), _odd([0, 1], ["a", "a"])
     ([1], [0, 1], [])
@@ -516,7 +518,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _spread(ranks: Sequence[int], values: Sequence[object]) -> str:
-    """Return the values of the ranks that differ from most, and that of the others, as text.
+    """Return the values of the ranks that differ from the majority, and that of the others, as text.
 
     >>> _spread([0, 1, 2], [5, 6, 5]), _spread([0, 1], [5, 6])
     ('6 on rank 1, 5 on the others', '5 on rank 0, 6 on rank 1')

@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 ARRAYS = ("input_ids", "labels", "position_ids")
 STATE_KEYS = ("stage_idx", "stage_name", "dataloader_state")
-"""What the fork documents of its state."""
+"""Keys of a state that the fork documents."""
 _TABLES = ("training", "model", "debug", "tokenmill")
-"""Tables of a config of torchtitan that concern data."""
+"""Tables of a torchtitan config that concern data."""
 _log = logging.getLogger("tokenmill")
 
 
 class PairLoader(TorchLoader):
-    """Batches as torchtitan takes them: ({"input": ids, "positions": positions}, labels), on the CPU.
+    """Batches in torchtitan's form: ({"input": ids, "positions": positions}, labels), on the CPU.
 
-    Labels that are not trained on are -100, as there. The state is that of the run, the same on every rank.
+    Labels that are not trained on are -100, as in torchtitan. The state is that of the run, the same on every rank.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -41,10 +41,11 @@ class PairLoader(TorchLoader):
             yield {"input": batch["input_ids"], "positions": batch["position_ids"]}, batch["labels"]
 
     def state_dict(self) -> dict[str, int | str]:
-        """Return where the run stands; refused within a step, as torchtitan saves between two of its own.
+        """Return the position of the run; an error within a step, because torchtitan saves only between steps.
 
-        The keys are those that the fork documents; `dataloader_state` is that of the run's loader, as JSON text, as
-        a distributed checkpoint keeps one entry for each key and wants the same keys from every rank at any time.
+        The keys are those that the fork documents. `dataloader_state` is the state of the run's loader, as JSON
+        text, because a distributed checkpoint stores one entry per key and needs the same keys from every rank at
+        any time.
         """
         state = super().state_dict()
         if state["batches"]:
@@ -56,7 +57,7 @@ class PairLoader(TorchLoader):
         return {**{key: state[key] for key in STATE_KEYS[:2]}, STATE_KEYS[2]: json.dumps(state)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says, saved with any number of ranks; a running iteration goes on from there."""
+        """Continue from a state of any number of ranks; a running iteration continues from there."""
         try:
             inner = json.loads(state[STATE_KEYS[2]])
         except (KeyError, TypeError, ValueError) as error:
@@ -69,7 +70,7 @@ class PairLoader(TorchLoader):
 
 
 def _rank_loader(run: Run, rank: int, world_size: int, micro_batch: int, *, threads: int = 1) -> Loader:
-    """Return the loader of one data-parallel rank; the first one logs what was translated."""
+    """Return the loader of one data-parallel rank; the first rank logs the translated keys."""
     loader = run.loader(rank=rank, world_size=world_size, micro_batch=micro_batch, threads=threads, arrays=ARRAYS)
     if rank == 0 and run.translation is not None:
         for note in run.translation.notes:
@@ -85,8 +86,8 @@ def build_dataloader(
 ) -> PairLoader:
     """Return the loader for a `job_config` with [training.data_stages], as `build_dataloader_fn` of a TrainSpec.
 
-    The values are those of the object, so that what the command line overrides counts. Relative paths count from
-    the folder of `job.config_file`, or where that is not known from the working directory.
+    Values come from the object, so command line overrides apply. Relative paths start at the folder of
+    `job.config_file`, or at the working directory if that is unknown.
     """
     tables = _plain(job_config)
     file = Path(tables.get("job", {}).get("config_file") or "job_config").resolve()
@@ -103,7 +104,7 @@ def build_dataloader(
 
 
 def _plain(job_config: object) -> dict[str, Any]:
-    """Return a config object as tables; what is None was not said."""
+    """Return a config object as tables, without values that are None."""
     if is_dataclass(job_config) and not isinstance(job_config, type):
         job_config = asdict(job_config)
     if not isinstance(job_config, Mapping):
@@ -121,7 +122,7 @@ def _without_none(value: Any) -> Any:  # noqa: ANN401 - any value of a config
 
 
 def _check_length(plan: Plan, seq_len: int) -> None:
-    """Refuse rows that are longer than the model is built for."""
+    """Reject rows that are longer than the model supports."""
     for stage in plan.stages:
         if stage.spec.seq_len > seq_len:
             raise ConfigError(
@@ -131,7 +132,7 @@ def _check_length(plan: Plan, seq_len: int) -> None:
 
 
 def _check_batch(loader: Loader, in_trainer: int) -> None:
-    """Refuse stages whose steps are more or fewer micro-batches than those of the trainer."""
+    """Reject stages whose steps have more or fewer micro-batches than those of the trainer."""
     part = loader.part
     for stage in loader.plan.stages:
         if stage.spec.skipped is None and part.batches(stage) != in_trainer:
@@ -144,10 +145,10 @@ def _check_batch(loader: Loader, in_trainer: int) -> None:
 
 
 def _batches_of_trainer() -> int | None:
-    """Return how many micro-batches a step has in the trainer that is building this loader; None: there is none.
+    """Return the number of micro-batches per step of the trainer that is creating this loader; None without one.
 
-    torchtitan tells a loader the batch of its rank and not the global one, so it is looked up in the trainer, which
-    is on the stack while it is made. Its validator, which takes no steps, is made and used later.
+    torchtitan passes the batch size of the rank to a loader, but not the global one. So it is looked up in the
+    trainer, which is on the stack at this time. Its validator has no steps, and is created later.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -160,7 +161,7 @@ def _batches_of_trainer() -> int | None:
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class over one that is only known where torchtitan is
-    """Make `TokenmillDataLoader` when it is asked for, as the builder does without all that torchtitan imports."""
+    """Create `TokenmillDataLoader` on first use, because the builder works without torchtitan's imports."""
     if name != "TokenmillDataLoader":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return _dataloader()
@@ -177,18 +178,18 @@ def _dataloader() -> type[PairLoader]:
 
         @dataclass(kw_only=True, slots=True)
         class Config(BaseDataLoader.Config):
-            """Which run, and how to read it."""
+            """Options of the run and its loader."""
 
             config_file: str = ""
-            """TOML of the run: ours, or torchtitan's with [training.data_stages]."""
+            """TOML of the run: a tokenmill config, or torchtitan's with [training.data_stages]."""
             threads: int = 1
             """Threads that assemble batches ahead."""
             check_ranks: bool = False
-            """Whether ranks are compared at every step."""
+            """Whether to compare the ranks at every step."""
             eval: str = ""
             """Name of an eval of the run, for the validator: `Validator.Config(dataloader=...)`."""
             infinite: bool = True
-            """Set by the validator; the run ends after its steps, an eval after its rows, in either case."""
+            """Set by the validator, and ignored: the run ends after its steps, and an eval after its rows."""
 
         def __init__(
             self,
@@ -215,7 +216,7 @@ def _dataloader() -> type[PairLoader]:
                     _check_batch(loader, in_trainer)
             super().__init__(loader, check_ranks=config.check_ranks)
 
-    # A copy in another process is made by these names: __getattr__ of this module finds them.
+    # A copy in another process is created by these names, which __getattr__ of this module resolves.
     TokenmillDataLoader.__qualname__ = TokenmillDataLoader.__name__
     TokenmillDataLoader.Config.__qualname__ = f"{TokenmillDataLoader.__name__}.Config"
     return TokenmillDataLoader

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, and those built on it, fed with the batches of a run."""
+"""The Hugging Face Trainer, and trainers built on it, fed with the batches of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tokenmill.adapters import check_schedule, need
 
-# Before 5.10 the last label of each row is not counted; before 4.53.1 documents of a row see one another.
+# Before 5.10, the last label of each row is not counted. Before 4.53.1, documents of a row attend to each other.
 for _name, _least in (("torch", None), ("accelerate", None), ("datasets", None), ("transformers", "5.10")):
     need(_name, extra="hf", adapter="tokenmill.adapters.transformers", at_least=_least)
 
@@ -34,14 +34,14 @@ if TYPE_CHECKING:
     from tokenmill.plan.plan import TokenSchedule
 
 ARRAYS = ("input_ids", "labels", "position_ids")
-"""What a model of transformers is given; the positions tell it where documents begin."""
+"""Arrays that a model receives; the positions show where documents start."""
 
 
 def to_transformers(tensors: Tensors, *, flat: bool = False) -> Tensors:
-    """Return a batch as models of transformers take it.
+    """Return a batch in the form of Hugging Face models.
 
-    Our labels, which are those of the next token, become `shift_labels`. `labels` are the same one place later, as
-    transformers counts, without the last of each row, which has no place there. `flat` lays rows end to end.
+    The labels, which are those of the next token, become `shift_labels`. `labels` are the same one position later,
+    as transformers counts, so the last one of each row has no place. `flat` concatenates the rows.
     """
     labels = tensors["labels"]
     first = labels.new_full((labels.shape[0], 1), IGNORE)
@@ -51,7 +51,7 @@ def to_transformers(tensors: Tensors, *, flat: bool = False) -> Tensors:
 
 
 class TrainData:
-    """What a Trainer takes for its DataLoader: accelerate's would share batches out again, and draw one ahead."""
+    """Stands for a DataLoader in a Trainer: accelerate's would shard batches again, and draw one ahead."""
 
     def __init__(self, loader: Loader) -> None:
         self.loader = loader
@@ -69,7 +69,7 @@ class TrainData:
         self._length = len(loader) - loader.num_drawn
 
     def __len__(self) -> int:
-        """Return the number of micro-batches from where the loader stood to the end of the run."""
+        """Return the number of micro-batches from the first position of the loader to the end of the run."""
         return self._length
 
     def __iter__(self) -> Iterator[Tensors]:
@@ -77,29 +77,29 @@ class TrainData:
             yield self.inputs(to_torch(batch))
 
     def inputs(self, tensors: Tensors) -> Tensors:
-        """Return a batch as the model is given it."""
+        """Return a batch in the form that the model receives."""
         return to_transformers(tensors, flat=self.flat)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where all ranks stand, as JSON; ranks that read live text must ask together."""
+        """Return the position of all ranks, as JSON; ranks that read live text must call it together."""
         return joined_state(self.loader)
 
 
 class TokenmillState(transformers.TrainerCallback, ExportableState):
-    """Keeps where the loader stands in the Trainer's own state, under this name; holds no loader itself."""
+    """Stores the position of the loader in the Trainer's state, under this name; holds no loader."""
 
     def __init__(self) -> None:
         self.data: dict[str, Any] = {}
-        """Where the loader stood after the last step; what was drawn since has not been trained on."""
+        """Position of the loader after the last step; batches drawn since then have not been trained on."""
 
     def state(self) -> dict[str, Any]:
-        """Return what a Trainer keeps of this in `trainer_state.json`, from which it may make another."""
+        """Return the content for `trainer_state.json`, from which a Trainer can recreate this callback."""
         return {"args": {}, "attributes": {"data": self.data}}
 
     def on_train_begin(
         self, _args: object, state: TrainerState, _control: object, *, train_dataloader: TrainData, **_: object
     ) -> None:
-        """Go to where the checkpoint says, or to the start."""
+        """Move the loader to the position of the checkpoint, or to the start."""
         kept = train_dataloader.begin
         if state.global_step:
             kept = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("data")
@@ -120,7 +120,7 @@ class TokenmillState(transformers.TrainerCallback, ExportableState):
         train_dataloader: TrainData,
         **_: object,
     ) -> None:
-        """Note where the loader stands: all that was drawn is trained on now."""
+        """Record the position of the loader: everything that was drawn is trained on now."""
         self.data = train_dataloader.state_dict()
         if args.include_num_input_tokens_seen != "non_padding":
             state.num_input_tokens_seen = train_dataloader.loader.tokens_seen.slots
@@ -130,13 +130,13 @@ class TokenmillState(transformers.TrainerCallback, ExportableState):
 
 
 class LoaderTrainer(transformers.Trainer):
-    """A Trainer whose `train_dataset` is a run or a loader; resumes from its checkpoints exactly, at once.
+    """A Trainer with a run or a loader as `train_dataset`; it resumes from its checkpoints exactly and at once.
 
-    `class SFT(LoaderTrainer, trl.SFTTrainer): ...` does the same for a Trainer of someone else. The arguments say
-    the batch of a device; `gradient_accumulation_steps` comes from the run: leave it out. The length of the
-    training is the run's, in steps or epochs; a run that says neither takes that of the arguments. When to evaluate
-    on evals is theirs to say (`every`), where the arguments do not. `lr_schedule`, as `run.lr_schedule(...)` gives
-    it, follows the tokens of the run.
+    `class SFT(LoaderTrainer, trl.SFTTrainer): ...` does the same for another Trainer. The arguments set the batch
+    size per device. Leave `gradient_accumulation_steps` out, because it comes from the run. The length of the
+    training is that of the run, in steps or epochs; a run without a length takes that of the arguments. `every` of
+    the evals sets when to evaluate, if the arguments do not. `lr_schedule`, from `run.lr_schedule(...)`, follows
+    the tokens of the run.
     """
 
     def __init__(
@@ -175,8 +175,8 @@ class LoaderTrainer(transformers.Trainer):
             _check_dataset(eval_dataset)
         self._has_evals = bool(evals)
         self._opened = (eval_dataset, evals)
-        """What was given to evaluate on, and its evals: stores are opened once."""
-        # Some look into their datasets while they are made: they get a row of nothing.
+        """The given `eval_dataset`, and its evals: stores are opened once."""
+        # Some trainers look into their datasets while they are created: they get a row without labels.
         super().__init__(
             model=model,
             args=_settle_evals(_settle(args, self._data), evals.values()),
@@ -189,24 +189,24 @@ class LoaderTrainer(transformers.Trainer):
             self.eval_dataset: object = eval_dataset
         self._lr_schedule = lr_schedule
         _check_model(self.model, self._data.arrays)
-        # Such kernels are told of documents only where the batch is one row.
+        # Such kernels know about documents only if the batch is one row.
         config = getattr(self.model, "config", None)
         self._data.flat = "flash" in str(getattr(config, "_attn_implementation", ""))
         self.add_callback(TokenmillState())
 
     _args_class: type[transformers.TrainingArguments] = transformers.TrainingArguments
-    """Class of its arguments."""
+    """Class of the arguments."""
     _arrays: tuple[str, ...] = ARRAYS
-    """What the loader of a run delivers to it."""
+    """Arrays that the loader of a run delivers to it."""
     _train_data: type[TrainData] = TrainData
 
     def _columns(self, args: TrainingArguments) -> tuple[str, ...]:  # noqa: ARG002 - as those of pairs have it
-        """Return the fields of records that it needs beside the arrays."""
+        """Return the fields of records that it needs in addition to the arrays."""
         return ()
 
     @staticmethod
     def _nothing() -> datasets.Dataset:
-        """Return a dataset of one row that trains on nothing."""
+        """Return a dataset of one row without labels."""
         return datasets.Dataset.from_dict({"input_ids": [[0, 0]], "labels": [[0, 0]]})
 
     def evaluate(
@@ -215,9 +215,9 @@ class LoaderTrainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Evaluate on evals of a run or on stores: the mean loss over all labels, whatever the batches.
+        """Evaluate on evals of a run or on stores: the mean loss over all labels, for any batch size.
 
-        What else is given, or was given as `eval_dataset`, the Trainer evaluates on as it does.
+        For any other dataset, the Trainer evaluates as usual.
         """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         given, evals = self._opened
@@ -239,7 +239,7 @@ class LoaderTrainer(transformers.Trainer):
         return metrics
 
     def _evaluate_on(self, item: Eval, prefix: str) -> dict[str, float]:
-        """Return the mean loss over all that an eval counts, over all ranks."""
+        """Return the mean loss over everything that an eval counts, over all ranks."""
         args, began = self.args, time.perf_counter()
         loader = item.loader(
             rank=args.process_index,
@@ -251,12 +251,12 @@ class LoaderTrainer(transformers.Trainer):
         total = torch.zeros(2, dtype=torch.float64, device=args.device)
         for batch in loader:
             tensors, count = self._counted_rows(to_torch(batch))
-            # The rows that fill the last batch have no labels. Where parameters are sharded, all ranks must go
-            # through the model even so, as each waits for the others.
+            # The rows that fill the last batch have no labels. With sharded parameters, all ranks must run the
+            # model on them even so, because each waits for the others.
             if count or (args.world_size > 1 and len(next(iter(tensors.values())))):
                 with torch.no_grad(), self.compute_loss_context_manager():
                     loss = float(self._eval_loss(tensors))
-                if count:  # else it is no number
+                if count:  # otherwise it is not a number
                     total += torch.tensor([loss * count, count], dtype=torch.float64, device=args.device)
         summed, count = self.accelerator.reduce(total, reduction="sum").tolist()
         seconds = time.perf_counter() - began
@@ -267,23 +267,23 @@ class LoaderTrainer(transformers.Trainer):
         }
 
     _counts = "labels"
-    """What a loss is the mean over."""
+    """Unit over which a loss is averaged."""
 
     def _check_evals(self, args: TrainingArguments) -> None:
-        """Refuse arguments with which it cannot evaluate on evals."""
+        """Reject arguments with which it cannot evaluate on evals."""
 
     def _counted_rows(self, tensors: Tensors) -> tuple[Tensors, int]:
-        """Return the rows of a batch that have something to say, and how much the loss is the mean over."""
+        """Return the rows of a batch that are not padding, and the number of units for the mean loss."""
         return tensors, int((tensors["labels"] != IGNORE).sum())
 
     def _eval_loss(self, tensors: Tensors) -> torch.Tensor:
-        """Return the same loss as in training: its mean over the labels of the batch."""
+        """Return the same loss as in training, averaged over the labels of the batch."""
         inputs = self._prepare_inputs(to_transformers(tensors, flat=self._data.flat))
         loss: torch.Tensor = self.model(**inputs, use_cache=False).loss
         return loss
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:  # noqa: ANN401 - theirs
-        """Make the scheduler of the learning rate: the one that follows tokens, if there is one."""
+        """Create the learning rate scheduler: the one that follows tokens, if there is one."""
         if self._lr_schedule is None:
             return super().create_scheduler(num_training_steps, optimizer)
         self.lr_scheduler: Any = lr_scheduler(optimizer or self.optimizer, self._lr_schedule)
@@ -291,12 +291,12 @@ class LoaderTrainer(transformers.Trainer):
         return self.lr_scheduler
 
     def get_train_dataloader(self) -> TrainData:
-        """Return the batches of this rank, which accelerate must not share out again."""
+        """Return the batches of this rank, which accelerate must not shard again."""
         return self._data
 
 
 def _check_dataset(given: object) -> None:
-    """Reject what neither we nor a Trainer can evaluate on."""
+    """Reject data that neither tokenmill nor a Trainer can evaluate on."""
     for item in given.values() if isinstance(given, Mapping) else (given,):
         is_dataset = isinstance(item, torch.utils.data.IterableDataset) or hasattr(item, "__getitem__")
         if (item is not None and not is_dataset) or isinstance(item, bytes):
@@ -307,7 +307,7 @@ def _check_dataset(given: object) -> None:
 
 
 def _settle_evals(args: TrainingArguments, evals: Iterable[Eval]) -> TrainingArguments:
-    """Return the arguments, with the steps at which to evaluate from the evals if they leave it open."""
+    """Return the arguments, with the steps of evaluation from the evals if the arguments do not set them."""
     every = {item.every for item in evals if item.every is not None}
     if len(every) == 1 and args.eval_strategy == "no":
         args.eval_strategy, args.eval_steps, args.do_eval = IntervalStrategy.STEPS, every.pop(), True
@@ -315,7 +315,7 @@ def _settle_evals(args: TrainingArguments, evals: Iterable[Eval]) -> TrainingArg
 
 
 def _of_length(run: Run, args: TrainingArguments) -> Run:
-    """Return the run with a length: its own, or what the arguments say; refuse two that differ."""
+    """Return the run with a length: its own, or that of the arguments; reject two that differ."""
     if run.config.run.steps is None:
         return (
             run.lasting(steps=args.max_steps) if args.max_steps > 0 else run.lasting(epochs=args.num_train_epochs)
@@ -328,7 +328,7 @@ def _of_length(run: Run, args: TrainingArguments) -> Run:
 
 
 def _refuse_epochs(args: TrainingArguments, got: str) -> None:
-    """Refuse a number of epochs that would have no effect; the default of the arguments is let pass."""
+    """Reject a number of epochs that would have no effect; the default of the arguments is accepted."""
     default = next(item.default for item in fields(args) if item.name == "num_train_epochs")
     if args.num_train_epochs != default:
         raise ConfigError(
@@ -340,7 +340,7 @@ def _refuse_epochs(args: TrainingArguments, got: str) -> None:
 def _loader_of(
     data: Run | Loader, args: TrainingArguments, arrays: tuple[str, ...], columns: tuple[str, ...]
 ) -> Loader:
-    """Return the loader of this rank; refuse one of another rank, which would train on rows twice."""
+    """Return the loader of this rank; reject one of another rank, which would train on rows twice."""
     parallel = getattr(args, "parallelism_config", None) is not None
     if isinstance(data, Run):
         if parallel:
@@ -373,7 +373,7 @@ def _loader_of(
 
 
 def _check_kinds(where: str, stores: Mapping[str, Store], arrays: tuple[str, ...]) -> None:
-    """Refuse stores of another training type than that of the arrays."""
+    """Reject stores of another training type than that of the arrays."""
     kinds = ("dpo",) if "chosen" in arrays else ("seq", "sft")
     for name, store in stores.items():
         if store.manifest.kind not in kinds:
@@ -384,7 +384,7 @@ def _check_kinds(where: str, stores: Mapping[str, Store], arrays: tuple[str, ...
 
 
 def _settle(args: TrainingArguments, data: TrainData) -> TrainingArguments:
-    """Return a copy of the arguments with what the run decides; refuse what contradicts it."""
+    """Return a copy of the arguments with the values of the run; reject arguments that contradict it."""
     for name, way_out in (
         ("auto_find_batch_size", "the run says the rows of a step: choose per_device_train_batch_size"),
         ("label_smoothing_factor", "it would leave out the last label of each row: smooth in compute_loss"),
@@ -404,12 +404,12 @@ def _settle(args: TrainingArguments, data: TrainData) -> TrainingArguments:
     args = copy.copy(args)
     args.gradient_accumulation_steps = accumulated
     args.max_steps = args.max_steps if args.max_steps > 0 else steps
-    args.ignore_data_skip = True  # the loader goes to its place itself: there is nothing to skip through
+    args.ignore_data_skip = True  # the loader moves to its position itself, so nothing has to be skipped
     return args
 
 
 def _batches_per_step(loader: Loader) -> int:
-    """Return how many micro-batches a step has: a Trainer takes the same number in all of them."""
+    """Return the number of micro-batches per step; a Trainer takes the same number in all steps."""
     sizes = {loader.part.batches(stage): stage.spec for stage in loader.plan.stages if stage.spec.skipped is None}
     if len(sizes) > 1:
         stages = " and ".join(f"{spec.global_batch_size} in stage {spec.name!r}" for spec in sizes.values())
@@ -421,7 +421,7 @@ def _batches_per_step(loader: Loader) -> int:
 
 
 def _check_model(model: PreTrainedModel, arrays: tuple[str, ...]) -> None:
-    """Refuse a model that would not know where documents begin, or which tokens are labels."""
+    """Reject a model that would not know where documents start, or which tokens are labels."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(inner, transformers.PreTrainedModel):
         return

@@ -1,4 +1,4 @@
-"""Trainers of TRL, fed with the batches of a run: SFT on sequences, DPO on pairs."""
+"""TRL trainers fed with the batches of a run: SFT on sequences, DPO on pairs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 PAIR_ARRAYS = ("chosen", "rejected", "chosen_mask", "rejected_mask", "chosen_len", "rejected_len")
 REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
-"""Fields of a pair that hold the log-probabilities of a reference model."""
+"""Fields of a pair with the log-probabilities of a reference model."""
 
 
 def to_preference(tensors: Tensors) -> Tensors:
-    """Return a batch of pairs as TRL's DPOTrainer takes it: the chosen sides, then the rejected ones.
+    """Return a batch of pairs for TRL's DPOTrainer: the chosen sides, then the rejected ones.
 
-    They are padded to the longest of all. `completion_mask` is what the recipe trains on.
+    All are padded to the longest one. `completion_mask` marks the tokens that the recipe trains on.
     """
     lengths = torch.cat([tensors["chosen_len"], tensors["rejected_len"]])
     longest = int(lengths.max())
     sides = [tensors[name][:, :longest] for name in ("chosen", "rejected")]
     masks = [tensors[name][:, :longest] for name in ("chosen_mask", "rejected_mask")]
-    width = max(side.shape[1] for side in sides)  # a loader may have padded each side to its own longest
+    width = max(side.shape[1] for side in sides)  # a loader may have padded each side to its own longest row
 
     def wide(side: torch.Tensor, fill: int | bool) -> torch.Tensor:
         return torch.nn.functional.pad(side, (0, width - side.shape[1]), value=fill)
@@ -54,24 +54,24 @@ def to_preference(tensors: Tensors) -> Tensors:
 
 
 class PairData(TrainData):
-    """The batches of pairs of a rank."""
+    """Batches of pairs for one rank."""
 
     def inputs(self, tensors: Tensors) -> Tensors:
-        """Return a batch as TRL's loss is given it."""
+        """Return a batch in the form that TRL's loss expects."""
         return to_preference(tensors)
 
 
 class SFTTrainer(LoaderTrainer, trl.SFTTrainer):
-    """TRL's SFTTrainer whose `train_dataset` is a run or a loader."""
+    """TRL's SFTTrainer with a run or a loader as `train_dataset`."""
 
 
 class DPOTrainer(LoaderTrainer, trl.DPOTrainer):
-    """TRL's DPOTrainer whose `train_dataset` is a run over stores of pairs, or a loader of one.
+    """TRL's DPOTrainer with a run over stores of pairs, or a loader of one, as `train_dataset`.
 
-    `eval_dataset` may be an eval of the run, or a store: its loss is TRL's, the mean over all pairs.
+    `eval_dataset` can be an eval of the run, or a store. Its loss is TRL's, averaged over all pairs.
 
-    With `precompute_ref_log_probs=True` what a reference model says of a pair comes from the store, which keeps the
-    fields `ref_chosen_logps` and `ref_rejected_logps`; no reference model is needed then.
+    With `precompute_ref_log_probs=True`, the log-probabilities of the reference model come from the store, which
+    must have the fields `ref_chosen_logps` and `ref_rejected_logps`. No reference model is needed then.
     """
 
     _args_class = trl.DPOConfig
@@ -83,11 +83,11 @@ class DPOTrainer(LoaderTrainer, trl.DPOTrainer):
 
     @staticmethod
     def _nothing() -> datasets.Dataset:
-        """Return one pair. Its prompt is empty, as TRL warns if the tokens of a prompt merge with an answer."""
+        """Return one pair. Its prompt is empty, because TRL warns if tokens of a prompt merge with an answer."""
         return datasets.Dataset.from_dict({"prompt": [""], "chosen": ["a"], "rejected": ["b"]})
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:  # noqa: ANN401 - TRL's own
-        """Leave the data as it is: stores have them; of another `eval_dataset` TRL computes them."""
+        """Return the data unchanged: stores have these fields. TRL computes them for another `eval_dataset`."""
         if name == "train" or self._has_evals:
             return dataset
         return super()._precompute_ref_logps(dataset, name, batch_size)
@@ -102,7 +102,7 @@ class DPOTrainer(LoaderTrainer, trl.DPOTrainer):
             )
 
     def _evaluate_on(self, item: Eval, prefix: str) -> dict[str, float]:
-        """Return the mean loss over all pairs; so is what TRL logs beside it."""
+        """Return the mean loss over all pairs. TRL's other metrics are averaged in the same way."""
         self._logged: list[tuple[str, float, int]] = []
         metrics = super()._evaluate_on(item, prefix)
         totals: dict[str, list[float]] = {}
@@ -129,7 +129,7 @@ class DPOTrainer(LoaderTrainer, trl.DPOTrainer):
 
 @contextmanager
 def _gathering_nothing(accelerator: Any) -> Iterator[None]:  # noqa: ANN401 - accelerate's, which is not typed
-    """Keep what TRL logs of a batch on this rank: to gather it, all ranks would need as many pairs."""
+    """Store TRL's metrics on this rank. To gather them, all ranks would need the same number of pairs."""
     names = ("gather", "gather_for_metrics")
     for name in names:
         setattr(accelerator, name, lambda tensor, *_: tensor)

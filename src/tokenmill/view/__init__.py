@@ -1,7 +1,6 @@
-"""A local, read-only web page: any batch, any mixture, any difference, in a browser.
+"""The viewer: local, read-only web pages of any batch, any mixture and any difference of two runs.
 
 1. In: a run, a store, or the folder of a build.
-2. Does: asks `run`, `store` and `build` what they know, and draws it. It computes nothing of its own and writes
-   nothing.
-3. Out: pages of HTML, and under `/api/` the same as JSON.
+2. Does: calls `run`, `store` and `build`, and draws the results. It has no logic of its own, and writes nothing.
+3. Out: HTML pages, and the same as JSON under `/api/`.
 """

@@ -26,7 +26,7 @@ HEIGHT = "34em"
 
 
 def run_html(run: Run) -> str | None:
-    """Draw what `tokenmill plan --html` shows; None where the run cannot be compiled, and its repr is shown."""
+    """Draw what `tokenmill plan --html` shows; None if the run cannot be compiled, so that its repr is shown."""
 
     def body() -> str:
         report = run.report()
@@ -42,7 +42,7 @@ def report_html(report: RunReport) -> str | None:
 
 
 def store_html(store: Store) -> str | None:
-    """Draw what `tokenmill inspect --html` shows, of a part of the documents; None of a remote store."""
+    """Draw what `tokenmill inspect --html` shows, for a part of the documents; None for a remote store."""
 
     def body() -> str:
         tokenizer = kept_tokenizer(store)
@@ -53,7 +53,7 @@ def store_html(store: Store) -> str | None:
 
 
 def _framed(title: str, body: Callable[[], str]) -> str | None:
-    """Return a page in a frame of its own: styles stay within it, and no script can run."""
+    """Return a page inside a frame: its styles stay within it, and no script can run."""
     try:
         page = standalone(title, body())
     except (TokenmillError, OSError):
@@ -75,7 +75,7 @@ class Viewer:
         return self.address
 
     def __repr__(self) -> str:
-        """Describe it in one line."""
+        """Describe the viewer in one line."""
         return f"<Viewer at {self.address}>"
 
     def _repr_html_(self) -> str:
@@ -98,7 +98,7 @@ def open_viewer(target: Run | Store, *, port: int = 0, browser: bool | None = No
             f"view: the viewer needs starlette and uvicorn: {error}; pip install 'tokenmill[view]'"
         ) from None
     opened = Opened.of(target)
-    _ = opened.stores if opened.run is None else opened.run.plan()  # an error is raised here, not on the page
+    _ = opened.stores if opened.run is None else opened.run.plan()  # raise errors here, not on the page
     try:
         listening = socket.create_server((LOOPBACK[0], port))
     except (OSError, OverflowError) as error:

@@ -19,19 +19,19 @@ from tokenmill.view.tables import batch_size, cell, totals
 
 WIDTH = 1000
 LEFT, RIGHT, TOP, BOTTOM = 64.0, 976.0, 118.0, 418.0
-"""Of the shares; above them stand the name of the run, `lr_scale` and the names of stages."""
+"""Height of the shares; the name of the run, `lr_scale` and the names of stages are above them."""
 SIZE = 11.0
-"""Of letters."""
+"""Font size."""
 LINE = 16.0
 EVENT_LINES = 3
 POINTS = 300
-"""That curves are drawn with, over the whole run."""
+"""Number of points per curve, over the whole run."""
 WINDOWS = 100
-"""Runs of steps over which the rows that were drawn are counted."""
+"""Number of windows of steps in which the rows are counted."""
 MARKS = 400
-"""Evaluations that are marked one by one."""
+"""Maximum number of evaluations that are marked one by one."""
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
-"""Of Okabe and Ito, which readers of every colour vision can tell apart, and a grey."""
+"""Palette of Okabe and Ito, which readers with any colour vision can distinguish, and a grey."""
 _STYLE = """
 .tm{font:11px system-ui,-apple-system,"Segoe UI",Helvetica,Arial,sans-serif}
 .tm-paper{fill:#fff}.tm-ink{fill:#1c1f24}.tm-dim{fill:#5b616b}.tm-head{font-size:15px;font-weight:600}
@@ -55,17 +55,17 @@ _HATCH = (
 # The shares of sources over the steps of a plan
 
 Point = tuple[float, tuple[float, ...]]
-"""A step, and the share of every source there."""
+"""A step, and the share of every source at it."""
 
 
 def sample(plan: Plan) -> list[Point]:
-    """Sample the shares of a plan, to be joined by straight lines: every edge exactly, ramps at some points."""
+    """Sample the shares of a plan for a curve of straight lines: every edge exactly, ramps at some points."""
     points: list[Point] = []
     for part in plan.stages:
         begin, end = part.spec.start_step, part.end_step
         count = min(part.num_steps, max(8, POINTS * part.num_steps // plan.steps)) if part.spec.ramp else 1
         steps = np.unique(np.linspace(begin, end - 1, count).astype(np.int64)).tolist()
-        # The share of a step stands at its middle.
+        # The share of a step is drawn at its middle.
         places = [float(begin), *(step + 0.5 for step in steps), float(end)]
         for place, step in zip(places, [steps[0], *steps, steps[-1]], strict=True):
             shares = part.shares(step)
@@ -74,7 +74,7 @@ def sample(plan: Plan) -> list[Point]:
 
 
 def realised(plan: Plan) -> list[tuple[int, int, tuple[float, ...]]]:
-    """Count which share of the rows each source has in runs of steps: (first, end, shares), all steps in order."""
+    """Count the share of rows of each source in windows of steps: (first, end, shares), all steps in order."""
     windows: list[tuple[int, int, tuple[float, ...]]] = []
     for part in plan.stages:
         count = max(1, min(part.num_steps, WINDOWS * part.num_steps // plan.steps))
@@ -88,13 +88,13 @@ def realised(plan: Plan) -> list[tuple[int, int, tuple[float, ...]]]:
 
 
 def outlines(points: Sequence[Point], source: int) -> Iterator[list[tuple[float, float]]]:
-    """Yield the corners (step, height) of the band of a source, for each run of steps at which it is there."""
+    """Yield the corners (step, height) of the band of a source, for each range of steps that has it."""
     for is_there, run in groupby(points, key=lambda point: point[1][source] > 0):
         if is_there:
             edges = [(step, sum(shares[:source]), sum(shares[: source + 1])) for step, shares in run]
             upper = [(step, top) for step, _, top in edges]
             lower = [(step, bottom) for step, bottom, _ in reversed(edges)]
-            # Where stages meet, an upper corner may also be a lower one: only equal neighbours are joined.
+            # An upper corner can also be a lower one where stages meet, so only equal neighbours are joined.
             yield [corner for corner, _ in groupby([*upper, *lower])]
 
 
@@ -120,13 +120,13 @@ def number(value: float) -> str:
 
 
 def width_of(text: str, size: float) -> float:
-    """Return about how wide a text is; rather too wide than too narrow, as the font is the reader's."""
+    """Return the estimated width of a text; rather too wide, because the reader chooses the font."""
     wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
     return size * (0.6 * (len(text) - wide) + 1.1 * wide)
 
 
 def shortened(text: str, size: float, room: float) -> str:
-    """Return a text, or its beginning, that fits into some room; nothing if hardly any of it does."""
+    """Return a text, or its beginning, that fits into the room; empty if hardly any of it fits."""
     if width_of(text, size) <= room:
         return text
     end = len(text)
@@ -161,7 +161,7 @@ def _line(start: tuple[float, float], rest: str, kind: str) -> str:
 
 
 def _group(kind: str, title: str, *parts: str) -> str:
-    """Return a group of shapes, with the text that is shown when it is pointed at."""
+    """Return a group of shapes, with the text of its tooltip."""
     return f'<g class="{kind}"><title>{text_of(title)}</title>{"".join(parts)}</g>'
 
 
@@ -172,19 +172,19 @@ class _Event(NamedTuple):
     step: int
     label: str
     text: str
-    """All of it, shown when the mark is pointed at."""
+    """Full text, shown as a tooltip."""
     source: int | None = None
-    """Index of the source on whose band it is marked; None where it is marked over the whole height."""
+    """Index of the source whose band has the mark; None for a mark over the whole height."""
 
 
 class _Chart:
     def __init__(self, plan: Plan, report: PlanReport, quarantined: Sequence[Quarantined], by: str) -> None:
         self.plan, self.report, self.by = plan, report, by
-        # Within a part of a stage every step has the same number of tokens, within a stage it may not.
+        # All steps within a part of a stage have the same number of tokens; those of a whole stage may not.
         slots = [part.num_positions * part.row_slots for part in plan.stages]
         self.part_edges = np.array([part.spec.start_step for part in plan.stages] + [plan.steps])
         self.part_tokens = np.array([0, *accumulate(slots)])
-        """Tokens before each of these steps, as configs count them: skipped steps and padding included."""
+        """Tokens before each of these steps, as in configs: with skipped steps and padding."""
         # Progress of the run at the edges, in the unit of the axis.
         self.edges = np.array([stage.start_step for stage in report.stages] + [plan.steps])
         self.reached = self.edges
@@ -193,13 +193,13 @@ class _Chart:
         self.points = sample(plan)
         self.events = sorted(_events(report, quarantined))
         self.axis = BOTTOM + (min(EVENT_LINES, len(self.events)) * LINE + 14 if self.events else 0)
-        """Where the steps are marked, below what happens."""
+        """Vertical position of the steps, below the events."""
 
     def x(self, step: float) -> float:
         return self.place(float(np.interp(step, self.edges, self.reached)))
 
     def place(self, reached: float) -> float:
-        """Return where the run has come so far."""
+        """Return the progress of the run at a step."""
         return LEFT + (RIGHT - LEFT) * reached / max(int(self.reached[-1]), 1)
 
     def y(self, share: float) -> float:
@@ -215,7 +215,7 @@ def timeline(
     *,
     by: str = "steps",
 ) -> str:
-    """Draw a plan as an SVG that needs nothing else, for light and dark pages; by `steps` or `tokens`."""
+    """Draw a plan as a self-contained SVG for light and dark pages, by `steps` or `tokens`."""
     chart = _Chart(plan, report, quarantined, by)
     edges = " ".join(f"{step}:{number(chart.x(step))}" for step in chart.edges.tolist())
     legend = list(_legend(chart))
@@ -254,7 +254,7 @@ def _events(report: PlanReport, quarantined: Sequence[Quarantined]) -> Iterator[
 
 
 def _heading(chart: _Chart, name: str) -> Iterator[str]:
-    """Write the name and the totals, and draw `lr_scale`, if it is anything but 1."""
+    """Write the name and the totals, and draw `lr_scale`, unless it is always 1."""
     report = chart.report
     words = totals(report)
     room = RIGHT - LEFT - width_of(words, SIZE) - 24
@@ -276,7 +276,7 @@ def _heading(chart: _Chart, name: str) -> Iterator[str]:
 
 
 def _paint(number: int) -> str:
-    """Return how a source is painted: where there are more sources than colours, each round is paler."""
+    """Return the paint of a source: with more sources than colours, each round of colours is paler."""
     rounds, place = divmod(number, len(COLOURS))
     return f'fill="{COLOURS[place]}" fill-opacity="{0.68**rounds:.3g}"'
 
@@ -294,7 +294,7 @@ def _bands(chart: _Chart) -> Iterator[str]:
 
 
 def _label(chart: _Chart, index: int, name: str) -> str:
-    """Write the name of a source where its band is high for longest, so that no colour must be known to read it."""
+    """Write the name of a source where its band is high for longest, so that readers need no colours."""
     least = (SIZE + 4) / (BOTTOM - TOP)
     runs = [list(run) for fits, run in groupby(chart.points, key=lambda p: p[1][index] >= least) if fits]
     widths = [chart.x(run[-1][0]) - chart.x(run[0][0]) for run in runs]
@@ -308,7 +308,7 @@ def _label(chart: _Chart, index: int, name: str) -> str:
 
 
 def _realised(chart: _Chart) -> Iterator[str]:
-    """Draw the shares that steps draw as lines on those that are asked for: where they meet, both are the same."""
+    """Draw the shares of the actual rows as lines over those of the weights; where they meet, both are equal."""
     windows = realised(chart.plan)
     for source in range(len(chart.plan.sources) - 1):
         path, is_there = "", False
@@ -330,7 +330,7 @@ def _skipped(chart: _Chart) -> Iterator[str]:
         if part.spec.skipped is not None:
             begin, end = part.spec.start_step, part.end_step
             x = chart.x(begin)
-            wide = max(chart.x(end) - x, 1.5)  # a few steps of a long run must still be seen
+            wide = max(chart.x(end) - x, 1.5)  # a few steps of a long run must remain visible
             paints = ('class="tm-veil"', 'fill="url(#tm-skipped)"')
             title = f"steps {begin:,} to {end:,} are skipped: {part.spec.skipped or 'no reason'}"
             yield _group("tm-skip", title, *(_rect(x, TOP, wide, BOTTOM - TOP, paint) for paint in paints))
@@ -345,7 +345,7 @@ def _axes(chart: _Chart, evals: Sequence[EvalFacts]) -> Iterator[str]:
     widest = width_of(f"{end:,}", SIZE) + 18
     for reached in ticks(max(end, 1), max(1, int((RIGHT - LEFT) // widest))):
         yield _line((chart.place(reached), chart.axis), "v5", "tm-edge")
-        # The last one must not leave the picture.
+        # The last label must stay within the picture.
         x = min(chart.place(reached), WIDTH - 4 - width_of(f"{reached:,}", SIZE) / 2)
         yield _text(x, chart.axis + 18, f"{reached:,}", "tm-dim", "middle")
     yield _line((LEFT, chart.axis), f"H{number(RIGHT)}", "tm-edge")
@@ -374,9 +374,9 @@ def _stages(chart: _Chart) -> Iterator[str]:
 
 
 def _marks(chart: _Chart) -> Iterator[str]:
-    """Mark what happens, each with a label on the first line below the shares that has room for it."""
+    """Mark events, each with a label on the first line below the shares that has room for it."""
     ends = [0.0] * EVENT_LINES
-    """Where the last label of each line ends."""
+    """End of the last label of each line."""
     for step, label, text, source in chart.events:
         x, top, circle = chart.x(step), TOP, ""
         if source is not None:
@@ -395,7 +395,7 @@ def _marks(chart: _Chart) -> Iterator[str]:
 
 
 def _evals(chart: _Chart, evals: Sequence[EvalFacts]) -> Iterator[str]:
-    """Mark when evals are made, above the axis."""
+    """Mark the evals above the axis."""
     for each in evals:
         tokens = int(chart.part_tokens[-1])
         end, every = (chart.plan.steps, each.every) if each.every else (tokens, each.every_tokens)
@@ -414,7 +414,7 @@ def _evals(chart: _Chart, evals: Sequence[EvalFacts]) -> Iterator[str]:
 
 
 def _legend(chart: _Chart) -> Iterator[str]:
-    """Yield the sources with their shares, a line of the picture each."""
+    """Yield the sources with their shares, one line each."""
     sources, rows = chart.report.sources, chart.report.rows + chart.report.skipped_rows
     longest = max(width_of(source.name, SIZE) for source in sources)
     columns = max(1, min(5, len(sources), int((RIGHT - LEFT) // (min(longest, 400) + 170))))

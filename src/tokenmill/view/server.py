@@ -1,4 +1,4 @@
-"""The server of the page: on loopback by default, with a random word in every address, read-only."""
+"""The server of the viewer: on loopback by default, with a random word in every address, read-only."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Of every answer: nothing is loaded from elsewhere, and no script but the page's own file runs."""
+"""Headers of every response: nothing is loaded from other sites, and only the viewer's own script runs."""
 
 
 def new_word() -> str:
-    """Return the random word that every address of one server begins with."""
+    """Return the random word with which every address of one server starts."""
     return secrets.token_urlsafe(24)
 
 
 def make_app(opened: Opened, word: str, hosts: tuple[str, ...]) -> Starlette:
-    """Return the application. `hosts` are the names, with their port, by which it may be asked for."""
+    """Return the application. `hosts` are the accepted host names, with their port."""
 
     async def page(request: Request) -> Response:
         name, shown = request.path_params["view"], opened
@@ -88,7 +88,7 @@ def make_app(opened: Opened, word: str, hosts: tuple[str, ...]) -> Starlette:
 
 
 def _chosen(opened: Opened, request: Request) -> Opened:
-    """Return the run that an address is about: `with/OTHER.toml/...` is one that this one is compared with."""
+    """Return the target of an address: `with/OTHER.toml/...` is a run that this one is compared with."""
     other = request.path_params.get("other")
     return opened if other is None else opened.beside(other)
 
@@ -105,7 +105,7 @@ def _draw(opened: Opened, name: str, parameters: dict[str, str]) -> str:
 def _page(opened: Opened, name: str, body: str, status: int = 200) -> Response:
     try:
         views = opened.views
-    except (TokenmillError, OSError):  # what is wrong with it is said by the body
+    except (TokenmillError, OSError):  # the body reports what is wrong with it
         views = ()
     text = shell(opened.name, views, name, body)
     return Response(text, status, media_type="text/html; charset=utf-8")
@@ -116,7 +116,7 @@ def _json(value: object, status: int = 200) -> Response:
 
 
 class _Guard:
-    """Refuses requests for another host, from pages of other origins, and those that would write."""
+    """Rejects requests for another host, from pages of other origins, and with methods that write."""
 
     def __init__(self, app: ASGIApp, hosts: tuple[str, ...]) -> None:
         self._app = app

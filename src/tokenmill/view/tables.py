@@ -1,4 +1,4 @@
-"""Reports on runs, stores and object storage as tables: the command line prints them, the page draws them."""
+"""Reports on runs, stores and object storage as tables, which the command line prints and the viewer draws."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[object]]
     names: int = 1
-    """The first columns, which say what a row is about."""
+    """First columns, which identify a row."""
     clipped: bool = False
-    """Whether each row is one line on a terminal: texts that do not fit are shortened, not wrapped."""
+    """Whether each row is one line on a terminal: long texts are shortened, not wrapped."""
 
 
 FACTS = ("what", "value")
-"""Columns of a table of facts, which needs no header on a terminal."""
+"""Columns of a table of facts, which has no header on a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A value that is drawn: how long it is, of the longest."""
+    """Value that is drawn as a bar: its length, relative to the longest."""
 
     share: float
 
 
 def is_numeric(values: Sequence[object]) -> bool:
-    """Whether a column holds numbers alone, which stand to the right."""
+    """Whether a column has only numbers, which are aligned right."""
     return bool(values) and all(isinstance(value, int | float | None) for value in values)
 
 
 def cell(value: object) -> str:
-    """Show a value: thousands with a comma, None as a dash.
+    """Format a value: thousands with a comma, None as a dash.
 
     >>> cell(1234567), cell(None), cell(0.5)
     ('1,234,567', '–', '0.5')
@@ -56,7 +56,7 @@ def cell(value: object) -> str:
 
 
 def megabytes(count: int) -> str:
-    """Show a number of bytes.
+    """Format a number of bytes.
 
     >>> megabytes(1_500_000)
     '1.5 MB'
@@ -71,7 +71,7 @@ def megabytes(count: int) -> str:
 
 
 def plan_tables(report: RunReport) -> Iterator[Table]:
-    """Yield the report as tables; a column or table that would hold nothing but defaults is left out."""
+    """Yield the report as tables, without columns and tables that have only defaults."""
     yield _stages(report)
     if report.changes:
         listed = report.changes if len(report.changes) <= _MOST_CHANGES else report.changes[: _MOST_CHANGES - 1]
@@ -116,7 +116,7 @@ def plan_tables(report: RunReport) -> Iterator[Table]:
 
 
 def plan_notes(report: RunReport, reading: ReadingReport | None = None) -> Iterator[tuple[str, str]]:
-    """Yield what is shown below the tables, a kind and a sentence each: warnings, history, totals."""
+    """Yield the lines below the tables, each with its kind: warnings, history, totals."""
     if reading is not None:
         link, prices = reading.link, reading.prices
         yield (
@@ -134,13 +134,13 @@ def plan_notes(report: RunReport, reading: ReadingReport | None = None) -> Itera
 
 
 def totals(report: PlanReport) -> str:
-    """Say how much there is in a run."""
+    """Format the size of a run."""
     skipped = f", {report.skipped_steps:,} steps skipped" if report.skipped_steps else ""
     return f"{report.steps:,} steps, {report.rows:,} rows, {report.tokens:,} tokens{skipped}"
 
 
 _MOST_CHANGES = 24
-"""Of what changes within stages: a batch may grow in thousands of steps."""
+"""Limit for changes within stages: a batch may grow in thousands of steps."""
 _DEFAULTS = {
     "ramp until": None,
     "tokens before": 0,
@@ -157,11 +157,11 @@ _DEFAULTS = {
     "tokens skipped": 0,
     "of them skipped": 0,
 }
-"""Columns that are left out where every cell has this value."""
+"""Value by column; the column is left out if all its cells have this value."""
 
 
 def _columns(title: str, columns: Sequence[tuple[str, Sequence[object]]], names: int = 1) -> Table:
-    """Make a table of columns, each a header and cells; those that hold only defaults are left out."""
+    """Make a table from columns, each a header and cells, without columns that have only defaults."""
     shown = [(name, cells) for name, cells in columns if name not in _DEFAULTS or set(cells) != {_DEFAULTS[name]}]
     rows = list(zip(*(cells for _, cells in shown), strict=True))
     return Table(title=title, columns=[name for name, _ in shown], rows=rows, names=names)
@@ -192,7 +192,7 @@ def _stages(report: RunReport) -> Table:
 
 
 def batch_size(facts: StageFacts) -> int | str:
-    """Return the batch size of a stage, or the first and the last of one that grows."""
+    """Return the batch size of a stage, or the first and the last one if it grows."""
     first, last = facts.global_batch_size, facts.last_batch_size
     return first if first == last else f"{first:,} to {last:,}"
 
@@ -273,14 +273,14 @@ def _evals(evals: Sequence[EvalFacts]) -> Table:
 
 
 def _trained_on(facts: EvalFacts) -> str:
-    """Return how many documents of an eval are trained on, by source, and of which sources that is not known."""
+    """Return how many documents of an eval are trained on, by source, and the sources where this is unknown."""
     known = ", ".join(f"{o.documents:,} in {o.source}" for o in facts.overlaps if o.documents)
     unknown = ", ".join(f"{o.source} not known" for o in facts.overlaps if o.unknown is not None)
     return ", ".join(text for text in (known, unknown) if text) or "none"
 
 
 def fates(report: PlanReport) -> Table:
-    """Return what becomes of the tokens of each source in an epoch, as the last stage that uses it packs them."""
+    """Return the fate of the tokens of each source in an epoch, as packed by the last stage that uses it."""
     return Table(
         title="Fate of the tokens of an epoch",
         columns=("source", "tokens", "= trained", "+ masked", "+ dropped", "why", "padding"),
@@ -315,7 +315,7 @@ def _costs(costs: Costs) -> Table:
 
 
 def reading_tables(report: ReadingReport) -> Iterator[Table]:
-    """Yield what each stage asks of object storage, and what an epoch of each source does."""
+    """Yield the requests of each stage to object storage, and those of an epoch of each source."""
     lines = report.readings
     shuffles = [f"{r.shuffle}, as planned" if r.is_planned else r.shuffle for r in lines]
     names = [("stage", [r.stage for r in lines]), ("source", [r.source for r in lines]), ("shuffle", shuffles)]
@@ -342,7 +342,7 @@ def reading_tables(report: ReadingReport) -> Iterator[Table]:
 
 
 def store_tables(name: str, store: StoreContents, *, inputs: bool) -> Iterator[Table]:
-    """Yield what is in a store as tables; with its input files, of which there may be many."""
+    """Yield the content of a store as tables, with its input files, of which there may be many."""
     yield Table(title=f"Store {name}", columns=FACTS, rows=_facts(store))
     yield supervision(store.audit)
     for key, bins in store.lengths.items():
@@ -417,7 +417,7 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
 
 
 def _placed(store: StoreContents, which: str) -> str:
-    """Return which id starts or ends documents, and whether `prepare` added it or files of others have it."""
+    """Return the id that starts or ends documents, and whether `prepare` added it or third-party files have it."""
     from tokenmill.run.inspect import has_chat_template
 
     identity, recipe = store.tokenizer, store.recipe
@@ -439,7 +439,7 @@ def _placed(store: StoreContents, which: str) -> str:
 
 
 def supervision(audits: Sequence[Audit]) -> Table:
-    """Return how much of each array of token ids is trained on, and signs of what may be wrong."""
+    """Return the trained share of each array of token ids, and signs of mistakes."""
     rows = []
     for audit in audits:
         items = audit.items if audit.audited == audit.items else f"{audit.items:,} ({audit.audited:,} audited)"

@@ -1,4 +1,4 @@
-"""What each view of the page shows, as records: a thin layer over what a run, a store and a build can be asked."""
+"""Content of each view as records: a thin layer over the functions of runs, stores and builds."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ from tokenmill.view.picture import timeline
 
 DOCUMENTS_A_PAGE = 50
 AUDITED_ITEMS = 1 << 14
-"""Documents whose lengths and masks are looked at, so that a page takes no longer for a larger store."""
+"""Number of documents whose lengths and masks are read, so that a page of a larger store takes no longer."""
 EXCERPT_TOKENS = 40
 NUMBERS_A_PAGE = 512
 MAX_READERS = 256
-"""Processes that train, listed at most."""
+"""Maximum number of processes in the list of those that train."""
 MAX_USES = 1000
-"""Steps that see a document, listed at most."""
+"""Maximum number of steps in the list of those that see a document."""
 
 T = TypeVar("T")
 Parameters = Mapping[str, str]
-"""What stands behind the ? of an address."""
+"""Query parameters of an address."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class StepView:
     stages: tuple[tuple[str, int], ...]
     """Name and first step of every stage."""
     deal: StepDeal | None
-    """Who takes which rows, where a number of ranks was asked for."""
+    """The rank and micro-batch of each row, if a number of ranks was given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,9 +84,9 @@ class StripView:
 
     tokens: StripTokens
     controls: tuple[int, ...]
-    """Ids of control tokens among them."""
+    """Ids of special tokens among them."""
     no_text: str | None
-    """Why no text can be shown, if it cannot."""
+    """Reason why no text can be shown, if any."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,15 +96,15 @@ class ArraysView:
     step: int
     slot: int
     first: int
-    """Place of the first number that is shown."""
+    """Index of the first number that is shown."""
     length: int
-    """Of the longest array."""
+    """Length of the longest array."""
     arrays: Mapping[str, list[Any]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackingView:
-    """How the tokens of each source become rows."""
+    """Packing of the tokens of each source into rows."""
 
     report: RunReport
     sources: tuple[SourcePacking, ...]
@@ -117,25 +117,25 @@ class ListedDocument:
     document: int
     tokens: int
     text: str | None
-    """Its beginning."""
+    """Beginning of its text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreView:
-    """A store, and a page of its documents."""
+    """A store, and one page of its documents."""
 
     name: str
     names: tuple[str, ...]
-    """All stores that are open."""
+    """Names of all open stores."""
     contents: StoreContents
     first: int
     documents: tuple[ListedDocument, ...]
     examples: tuple[Example, ...]
     no_text: str | None
     keep: tuple[str, ...] = ()
-    """Kept fields that documents can be found by."""
+    """Kept fields by which documents can be found."""
     sought: tuple[str, str] | None = None
-    """Field and value that were looked for; `documents` are then those that have it."""
+    """Field and value of the search; `documents` are then the matches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,7 +146,7 @@ class Use:
     slot: int
     row: int
     spans: tuple[tuple[int, int], ...]
-    """(first token, length) of each."""
+    """(first token, length) of each span."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,104 +157,104 @@ class DocumentView:
     num_documents: int
     contents: DocumentContents
     first: int
-    """The first token of each part that is shown."""
+    """First token of each part that is shown."""
     controls: tuple[int, ...]
     uses: tuple[Use, ...]
     num_uses: int
     in_run: bool
     no_text: str | None
     no_roles: bool
-    """Whether it is a chat whose template is not available, so that its roles are not known."""
+    """Whether it is a chat whose template is not available, so that its roles are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiffView:
-    """Two runs side by side."""
+    """Two runs, compared."""
 
     names: tuple[str, str]
     others: tuple[str, ...]
-    """Configs beside this one, which it may be compared with."""
+    """Configs in the same folder, with which it can be compared."""
     other: str = ""
-    """The one that it is compared with."""
+    """Config with which it is compared."""
     difference: Mapping[str, Any] | None = None
     step: int | None = None
-    """Whose batches are shown: the first that differs, unless another is asked for."""
+    """Step whose batches are shown: the first that differs, unless another one is given."""
     steps: int = 0
-    """Of the longer run."""
+    """Number of steps of the longer run."""
     sides: tuple[StepContents | str, ...] = ()
-    """The batch of each run at that step, or why it has none."""
+    """Batch of each run at that step, or the reason why it has none."""
     equal: tuple[tuple[int, int], ...] = ()
-    """Slots of rows that are the same in both."""
+    """Slots of rows that are equal in both runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reader:
-    """A process that reads from object storage, and what came of it so far."""
+    """A process that reads from object storage, with its counters."""
 
     name: str
-    """Host and process; `this page`."""
+    """Host and process; `this page` for the viewer."""
     is_running: bool
     seconds: float
-    """For which it has read."""
+    """Seconds for which it has been reading."""
     silent_seconds: float
-    """Since it noted this."""
+    """Seconds since it wrote its counters."""
     counters: Mapping[str, int | float]
     dollars: float
-    """What its requests cost."""
+    """Cost of its requests."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteView:
-    """What is read from object storage: by processes that train, by this page, and by the run as a whole."""
+    """Reading from object storage: by processes that train, by the viewer, and by the run as a whole."""
 
     training: tuple[Reader, ...]
-    """Those that read the same stores, the latest first: of this machine, and others that share the folder."""
+    """Processes that read the same stores, newest first: on this machine, and on others that share the folder."""
     page: Reader
     dollars: float
-    """What all of these cost together, so far."""
+    """Cost of all of these together, so far."""
     prices: Prices
     reading: ReadingReport | None
-    """What the run will ask for, by stage and source; None of a store alone."""
+    """Requests of the whole run, by stage and source; None for a store."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """What the page shows: a run, or stores, or the folder of a build."""
+    """The target of the viewer: a run, stores, or the folder of a build."""
 
     path: Path | str
-    """A string is an address in object storage."""
+    """Path of a config, store or folder; a string is an address in object storage."""
     other: Path | None = None
-    """Config of a run that this one is compared with."""
+    """Config of a run to compare with."""
     target: Run | Store | None = None
-    """Run or store that is open already."""
+    """Run or store that is already open."""
 
     since: float = field(default_factory=time.time)
-    """When it was opened, in seconds since 1970."""
+    """Time of opening, in seconds since 1970."""
     lock: threading.Lock = field(default_factory=threading.Lock, compare=False, repr=False)
-    """Held while a view is made, one at a time: what is opened is opened once."""
+    """Held while a view is made, one at a time, so that everything is opened only once."""
 
     @classmethod
     def of(cls, target: Run | Store) -> Opened:
-        """Return what shows a run or store that is open already."""
+        """Return a target for a run or store that is already open."""
         if isinstance(target, Run):
             return cls(path=target.folder / f"{target.name}.toml", target=target)
         return cls(path=target.where if target.remotes else target.path, target=target)
 
     @property
     def name(self) -> str:
-        """What is shown of the path."""
+        """Name of the target in titles."""
         return parse_address(self.path).name if isinstance(self.path, str) else self.path.absolute().name
 
     @cached_property
     def run(self) -> Run | None:
-        """The run; None where a store was opened."""
+        """The run; None if a store was opened."""
         if self.target is not None:
             return self.target if isinstance(self.target, Run) else None
         return Run.from_toml(self.path) if is_config(self.path) else None
 
     @cached_property
     def views(self) -> tuple[str, ...]:
-        """The views that can be chosen for it."""
+        """Names of its views."""
         if self.run is None:
             is_remote = any(store.remotes for store in self.stores.values())
             stored = ("store",) if self.stores else ()
@@ -264,12 +264,12 @@ class Opened:
 
     @property
     def has_build(self) -> bool:
-        """Whether prepare has been at work there."""
+        """Whether its folder is or was the output of a build."""
         return isinstance(self.path, Path) and (self.path / JOURNAL_FOLDER).is_dir()
 
     @property
     def first_view(self) -> str:
-        """What is shown at first."""
+        """Name of the first view."""
         return "step" if self.run is not None else "store" if self.stores else "build"
 
     @cached_property
@@ -280,7 +280,7 @@ class Opened:
         if isinstance(self.target, Store):
             return {self.name: self.target}
         if isinstance(self.path, Path) and self.has_build and not (self.path / MANIFEST).exists():
-            # A build is under way, which may have finished some of its stores.
+            # A running build, which may have finished some of its stores.
             return {place.relative_to(self.path).as_posix(): open_store(place) for place in stores_below(self.path)}
         return open_stores(self.path)
 
@@ -289,7 +289,7 @@ class Opened:
         return {}
 
     def decoder(self, name: str) -> tuple[Any, Any]:
-        """Return the tokenizer and the chat template of a store, opened once; None for what is not available."""
+        """Return the tokenizer and the chat template of a store, opened once; None for a missing one."""
         if name not in self._decoders:
             store = self.stores[name]
             self._decoders[name] = tokenizer_of(store), template_of(store)
@@ -297,12 +297,12 @@ class Opened:
 
     @cached_property
     def report(self) -> RunReport:
-        """What the run will do."""
+        """Report of the run, as `tokenmill plan` prints it."""
         return self.the_run.report()
 
     @cached_property
     def others(self) -> dict[str, Path]:
-        """The configs that this run may be compared with: the one that was named, and those beside it."""
+        """Configs with which the run can be compared: the one of `--diff`, and those in the same folder."""
         beside = sorted(path for path in self.the_run.folder.glob("*.toml") if path.name != self.name)
         return {path.name: path for path in (*beside, *([self.other] if self.other else []))}
 
@@ -323,7 +323,7 @@ class Opened:
 
     @property
     def the_run(self) -> Run:
-        """The run; refused where a store was opened."""
+        """The run; an error if a store was opened."""
         if self.run is None:
             raise ConfigError(
                 f"{self.path}: this view needs a run, got a store; open its config, `tokenmill view RUN.toml`"
@@ -331,7 +331,7 @@ class Opened:
         return self.run
 
     def store(self, name: str) -> tuple[str, Store]:
-        """Return an open store and its name: the one of this name, or the first where none is given."""
+        """Return an open store and its name: the one of this name, or the first one without a name."""
         names = list(self.stores)
         if not names:
             if self.run is not None:
@@ -346,7 +346,7 @@ class Opened:
 
 
 def number(parameters: Parameters, name: str, default: int = 0, *, least: int = 0) -> int:
-    """Return a whole number of an address."""
+    """Return a whole number from the query."""
     text = parameters.get(name, "").strip() or str(default)
     if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) < least:
         raise ConfigError(f"{name}: must be a number of at least {least}, got {text[:40]!r}; write digits")
@@ -354,7 +354,7 @@ def number(parameters: Parameters, name: str, default: int = 0, *, least: int = 
 
 
 def step_view(opened: Opened, parameters: Parameters) -> StepView:
-    """Show the rows of a step, dealt to ranks and micro-batches where their number is given."""
+    """Show the rows of a step, grouped by rank and micro-batch if their number is given."""
     run = opened.the_run
     contents = inspect_step(run, number(parameters, "step"), first=number(parameters, "first"), count=MAX_ROWS)
     world_size, micro_batch = number(parameters, "world_size"), number(parameters, "micro_batch")
@@ -404,10 +404,10 @@ def _controls(tokenizer: Any) -> tuple[int, ...]:  # noqa: ANN401 - of any engin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineView:
-    """The whole run."""
+    """Timeline of the whole run."""
 
     by: str
-    """What is drawn from left to right: `steps`, or `tokens`."""
+    """Unit of the horizontal axis: `steps` or `tokens`."""
     report: RunReport
     picture: str
     """Shares, stages and edits over the whole run, as SVG."""
@@ -424,12 +424,12 @@ def timeline_view(opened: Opened, parameters: Parameters) -> TimelineView:
 
 
 def packing_view(opened: Opened, parameters: Parameters) -> PackingView:  # noqa: ARG001
-    """Show what becomes of the tokens of each source."""
+    """Show the fate of the tokens of each source."""
     return PackingView(report=opened.report, sources=inspect_packing(opened.the_run))
 
 
 def store_view(opened: Opened, parameters: Parameters) -> StoreView:
-    """Show what is in a store: facts, the audit, and some documents in order."""
+    """Show a store: facts, the audit, and some documents in order."""
     name, store = opened.store(parameters.get("source", ""))
     first = number(parameters, "first")
     tokenizer, _ = opened.decoder(name)
@@ -459,7 +459,7 @@ def _listed(store: Store, tokenizer: Any, document: int) -> ListedDocument:  # n
 
 
 def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
-    """Show one document: its text, what of it is trained on, and all steps that see it."""
+    """Show one document: its text, the tokens that are trained on, and all steps that see it."""
     name, store = opened.store(parameters.get("source", ""))
     document, first = number(parameters, "document"), number(parameters, "first")
     tokenizer, template = opened.decoder(name)
@@ -487,7 +487,7 @@ def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
 
 
 def diff_view(opened: Opened, parameters: Parameters) -> DiffView:
-    """Compare with another run: the first step that differs, why, and its batches side by side."""
+    """Compare with another run: the first step that differs, the reason, and both batches."""
     run = opened.the_run
     wanted = parameters.get("with", "") or (opened.other.name if opened.other else "")
     others = tuple(opened.others)
@@ -514,7 +514,7 @@ def diff_view(opened: Opened, parameters: Parameters) -> DiffView:
 
 
 def _side(run: Run, step: int) -> StepContents | str:
-    """Return the batch of a step, or why it cannot be shown: the run has ended, skips it, or reads live text."""
+    """Return the batch of a step, or why there is none: the run has ended, skips it, or reads live text."""
     try:
         return inspect_step(run, step)
     except PlanError as error:
@@ -522,7 +522,7 @@ def _side(run: Run, step: int) -> StepContents | str:
 
 
 def remote_view(opened: Opened, parameters: Parameters) -> RemoteView:  # noqa: ARG001
-    """Show what is read from object storage, and what it costs."""
+    """Show the reading from object storage, with its cost."""
     run = opened.run
     networks = [run.network] if run is not None and run.network is not None else []
     if run is None:
@@ -570,7 +570,7 @@ def _reader(
 
 
 def build_view(opened: Opened, parameters: Parameters) -> BuildStatus:  # noqa: ARG001
-    """Show how far a build is."""
+    """Show the progress of a build."""
     if isinstance(opened.path, str) or opened.run is not None:
         raise ConfigError(f"{opened.path}: must be the folder of a build, got none; open the one that --out names")
     return build_status(opened.path)
@@ -588,4 +588,4 @@ VIEWS: Mapping[str, Callable[[Opened, Parameters], Any]] = {
     "remote": remote_view,
     "build": build_view,
 }
-"""Name of a view -> what it shows. `strip`, `arrays` and `document` are reached from others."""
+"""View by name. `strip`, `arrays` and `document` are opened from other views."""

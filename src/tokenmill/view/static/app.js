@@ -1,5 +1,5 @@
-// Turns pages without loading them anew, draws strips, says what lies under the pointer, listens to the arrow keys.
-// Pages are made by the server and every state has an address, so that all but the strips works without it.
+// Changes pages without a reload, draws strips, shows the token under the pointer, handles the arrow keys.
+// The server makes the pages, and every state has an address, so everything except the strips works without it.
 
 const main = () => document.getElementById("main");
 const about = document.getElementById("about");
@@ -19,7 +19,7 @@ async function show(address, { push = true, focus = true } = {}) {
     about.classList.add("shown", "lost");
     return;
   }
-  if (mine !== asked) return; // a later click has its own answer
+  if (mine !== asked) return; // a later click has its own response
   const page = new DOMParser().parseFromString(text, "text/html");
   main().replaceWith(page.getElementById("main"));
   document.querySelector("header").replaceWith(page.querySelector("header"));
@@ -34,7 +34,7 @@ function isOurs(link) {
   return link && link.origin === location.origin && !link.hash && link.target === "";
 }
 
-// Strips. A list of rows brings its numbers along; a canvas beside it is drawn when it comes near the screen.
+// Strips. A list of rows contains its numbers; its canvas is drawn when it comes near the screen.
 
 const COLOURS = ["#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a900", "#999999"];
 const GAP = 3; // CSS pixels between two strips
@@ -77,7 +77,7 @@ function textures(context, scale) {
 
 function drawStrips(list) {
   const canvas = list.querySelector("canvas") ?? list.appendChild(document.createElement("canvas"));
-  canvas.setAttribute("aria-hidden", "true"); // the links beside it say what it shows
+  canvas.setAttribute("aria-hidden", "true"); // the links next to it describe it
   const numbers = (list.strips ??= JSON.parse(list.dataset.strips));
   const scale = window.devicePixelRatio || 1;
   const wide = (canvas.width = Math.max(1, Math.round(canvas.clientWidth * scale)));
@@ -108,7 +108,7 @@ function drawStrips(list) {
       fill(column, end, paint.masked[shade]);
       while (run < trained.length && trained[run] < end) {
         fill(Math.max(trained[run], column), Math.min(trained[run + 1], end), COLOURS[shade]);
-        if (trained[run + 1] > end) break; // it goes on in the next span
+        if (trained[run + 1] > end) break; // it continues in the next span
         run += 2;
       }
       if (start === 0) edges.push(column);
@@ -122,7 +122,7 @@ function drawStrips(list) {
   });
 }
 
-// BOS is a flag above, EOS one below: told apart by where they stand, on any colour.
+// BOS is a mark at the top, EOS one at the bottom: their position distinguishes them on any colour.
 function mark(context, places, top, high, scale, paint, below) {
   const size = 3 * scale;
   for (const left of places) {
@@ -156,7 +156,7 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 document.addEventListener("toggle", redraw, true);
 watchStrips();
 
-// What lies under the pointer: the span is known here, its token is asked for.
+// The token under the pointer: the span is known here, and its token is requested.
 
 function spotAt(event) {
   const list = event.target.closest?.("ol.strips");
@@ -204,7 +204,7 @@ document.addEventListener("pointermove", (event) => {
   about.classList.add("shown");
   if (padding) return;
   setTimeout(async () => {
-    if (mine !== pointed) return; // it has moved on
+    if (mine !== pointed) return; // the pointer has moved
     const token = await tokenAt(spot);
     if (mine !== pointed || !token) return;
     const shown = token.continues ? "part of the character before" : JSON.stringify(token.text);
@@ -275,7 +275,7 @@ document.addEventListener("keydown", (event) => {
 
 window.addEventListener("popstate", () => show(location.href, { push: false }));
 
-// A page that changes by itself asks again, and keeps the place of who reads it.
+// A page that changes reloads itself, and keeps the reader's scroll position.
 setInterval(() => {
   const seconds = Number(document.querySelector("h1[data-again]")?.dataset.again ?? 0);
   if (seconds && !document.hidden) show(location.href, { push: false, focus: false });
