@@ -1,10 +1,10 @@
-"""The data API of AstrAI, over stores of ours and of AstrAI.
+"""AstrAI's data API, over stores of tokenmill and of AstrAI.
 
-1. In: the path of a store of ours, of AstrAI's `.bin` files with their `meta.json`, or of its `.h5` files; for
+1. In: the path of a tokenmill store, of AstrAI's `.bin` files with their `meta.json`, or of its `.h5` files; for
    `Pipeline`, records and a recipe.
-2. Does: offers AstrAI's names. `pipeline` prepares a store, whose `layout` AstrAI reads as well; `store` opens what
-   is at a path and reads it; `dataset` makes windows and records of it; `sampler` says which item is next; `files`
-   has AstrAI's own `.bin` files.
+2. Does: offers AstrAI's names. `pipeline` prepares a store that AstrAI can read too (`layout`); `store` opens and
+   reads a path; `dataset` makes windows and records of a store; `sampler` orders the items; `files` reads and
+   writes AstrAI's `.bin` files.
 3. Out: items as dicts of tensors, for a plain DataLoader and any sampler.
 """
 
@@ -28,7 +28,7 @@ from tokenmill.adapters.astrai.sampler import ResumableDistributedSampler
 from tokenmill.adapters.astrai.store import H5Store, JsonlStore, MmapStore, Store, StoreFactory, detect_format
 
 RDSampler = ResumableDistributedSampler
-"""The name that AstrAI's newest version has for it."""
+"""Its name in AstrAI's newest version."""
 
 __all__ = [
     "BaseDataset",

@@ -30,7 +30,7 @@ Item = dict[str, Value]
 
 
 class BaseDataset(torch.utils.data.Dataset[Item], ABC):
-    """Windows of a stream: item i is made of the `window_size` values from i * `stride` on, and of the next one.
+    """Windows of a stream: item i contains the `window_size` values from i * `stride` on, and the next one.
 
     `storage` is None until `load`. An index outside the dataset is an IndexError.
     """
@@ -44,7 +44,7 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
         store: Store | None = None,
         **unknown: object,
     ) -> None:
-        """Make a dataset that is yet to be loaded, or that reads from a store: then its sizes are the defaults."""
+        """Create a dataset to be loaded later, or one that reads from a store with its sizes as defaults."""
         refuse_unknown(type(self), unknown)
         first = window_size if isinstance(window_size, Store) else store  # AstrAI's newest version has it first
         size = 0 if isinstance(window_size, Store) else window_size
@@ -62,7 +62,7 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
         check_positive(type(self).__name__, "stride", self.stride)
 
     def load(self, load_path: str | os.PathLike[str], storage_type: str | None = None, **options: object) -> None:
-        """Open the store at a path; without a storage type, the one that `detect_format` names.
+        """Open the store at a path; without a storage type, the one of `detect_format`.
 
         The `options` are those of the store's `load`.
         """
@@ -72,7 +72,7 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
         self.bind(store)
 
     def bind(self, store: Store) -> None:
-        """Read from a store that was loaded."""
+        """Read from a loaded store."""
         missing = [key for key in self.required_keys if key not in store.keys]
         if missing:
             raise StoreError(
@@ -92,19 +92,19 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
 
     @property
     def store(self) -> Store | None:
-        """Another name of `storage`."""
+        """Alias of `storage`."""
         return self.storage
 
     @property
     def loaded(self) -> Store:
-        """The store that was loaded."""
+        """The loaded store."""
         if self.storage is None:
             raise RuntimeError("Store not loaded")
         return self.storage
 
     @property
     def count(self) -> int:
-        """Number of tokens, or of records where items are records; 0 before `load`."""
+        """Number of tokens, or of records if items are records; 0 before `load`."""
         return self.token_count
 
     @property
@@ -119,21 +119,21 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of what the items are."""
+        """Digest of everything that decides the items."""
         return digest([type(self).__name__, self.window_size, self.stride, self.loaded.fingerprint])
 
     @property
     def num_unused(self) -> int:
-        """Tokens that are no target of any window: behind the last one, or between windows."""
+        """Tokens that are not a target of any window: after the last one, or between windows."""
         step = min(self.stride, self.window_size)
         return self.count - 1 - ((len(self) - 1) * step + self.window_size)
 
     def __len__(self) -> int:
-        """Return the number of windows that fit whole, each with a next token; 0 before `load`."""
+        """Return the number of complete windows, each with a next token; 0 before `load`."""
         return 0 if self.storage is None else (self.count - 1 - self.window_size) // self.stride + 1
 
     def get_index(self, index: int) -> tuple[int, int]:
-        """Return where the input of a window begins and ends (exclusive); its targets are one further."""
+        """Return start and end (exclusive) of the input of a window; its targets are one further."""
         (place,) = self._checked([index])
         return place * self.stride, place * self.stride + self.window_size
 
@@ -157,8 +157,8 @@ class BaseDataset(torch.utils.data.Dataset[Item], ABC):
 class SEQDataset(BaseDataset):
     """Windows for training on every token: `input_ids` and `target_ids`, int64 (window_size,).
 
-    Where the store has positions, as files of AstrAI may, there are `position_ids` of the inputs and a `loss_mask`
-    that leaves out targets at position 0: no document is trained to predict the start of the next.
+    If the store has positions, as AstrAI files may, there are also `position_ids` of the inputs, and a `loss_mask`
+    without targets at position 0: no document is trained to predict the start of the next one.
     """
 
     required_keys: ClassVar[tuple[str, ...]] = ("sequence",)
@@ -167,7 +167,7 @@ class SEQDataset(BaseDataset):
         """Return the items of a batch, read together."""
         begins = [place * self.stride for place in self._checked(indices)]
         ids = self.loaded.fetch_windows(begins, self.window_size + 1, "sequence")
-        # Copies, so that neither of two sees what is written to the other.
+        # Copies, so that a write to one does not change the other.
         columns = {"input_ids": ids[:, :-1], "target_ids": ids[:, 1:].clone()}
         if "position_ids" in self.keys:
             positions = self.loaded.fetch_windows(begins, self.window_size + 1, "position_ids")
@@ -191,17 +191,17 @@ class SFTDataset(SEQDataset):
 
 
 def _refuse_options(called: Callable[..., object], options: Mapping[str, object]) -> None:
-    """Refuse options that no store has for its `load`."""
+    """Reject options that no store has for its `load`."""
     known = {name for store in StoreFactory.stores.values() for name in signature(store.load).parameters}
     refuse_unknown(called, {name: value for name, value in options.items() if name not in known})
 
 
 _BLOCK = 1 << 18
-"""Records whose lengths are looked at together."""
+"""Number of records whose lengths are read together."""
 
 
 class RecordDataset(BaseDataset):
-    """Records, each an item, never cut: `window_size` is the longest that an array of a record may be; 0: any."""
+    """Records, one per item, never cut: `window_size` is the maximum length of an array; 0 is no limit."""
 
     def _check_sizes(self) -> None:
         if self.window_size < 0 or self.stride not in (0, self.window_size):
@@ -237,12 +237,12 @@ class RecordDataset(BaseDataset):
         return self.count
 
     def get_index(self, index: int) -> tuple[int, int]:
-        """Return a record and the one behind it."""
+        """Return a record and the next one."""
         (place,) = self._checked([index])
         return place, place + 1
 
     def __getitems__(self, indices: Sequence[int]) -> list[Item]:
-        """Return the items of a batch; where they are is found for all at once."""
+        """Return the items of a batch; their positions are looked up together."""
         return self.loaded.fetch_records(self._checked(indices), self.required_keys)
 
 
@@ -267,7 +267,7 @@ def _longest(store: Store, key: str) -> int:
 
 
 def dpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
-    """Return pairs as tensors (B, T), where T is the longest of all, chosen or rejected.
+    """Return pairs as tensors (B, T), where T is the length of the longest, chosen or rejected.
 
     Shorter ones are padded with 0, where their mask is false.
     """
@@ -278,9 +278,9 @@ def dpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
 def grpo_collate_fn(batch: Sequence[Item]) -> dict[str, torch.Tensor]:
     """Return groups as tensors: `prompts`, `prompt_mask` (B, P), `responses`, `masks` (B, G, R), `rewards` (B, G).
 
-    P, G and R are the largest of the batch: no response is left out. Prompts are padded in front, so that they end
-    where responses begin; the mask says which of their tokens are there. The responses that a smaller group lacks
-    have reward 0 and a mask that is false.
+    P, G and R are the largest of the batch, so no response is left out. Prompts are padded on the left, so that
+    they end where responses start; the mask marks their tokens. Missing responses of a smaller group have reward 0
+    and a false mask.
     """
     group = max(len(item["responses"]) for item in batch)
     response = max((len(each) for item in batch for each in item["responses"]), default=0)
@@ -329,7 +329,7 @@ class DatasetFactory:
         store: Store | None = None,
         **unknown: object,
     ) -> BaseDataset:
-        """Return a dataset that is yet to be loaded, or that reads from a store."""
+        """Return a dataset to be loaded later, or one that reads from a store."""
         check_choice("DatasetFactory", "train_type", train_type, tuple(cls.datasets))
         refuse_unknown(cls.create, unknown)
         return cls.datasets[train_type](window_size, stride, store)
@@ -347,11 +347,11 @@ class DatasetFactory:
         store: Store | None = None,
         **options: object,
     ) -> BaseDataset:
-        """Open a store as a dataset, or take one that is open: `train_type` is seq, sft, dpo or grpo.
+        """Open a store as a dataset, or use an open one: `train_type` is seq, sft, dpo or grpo.
 
-        `window_size` is the longest input, `stride` the distance between windows, by default the same. Records in
-        `.jsonl` files are made a store first, once: `tokenizer_path`, and `max_len` of a record, are for these. The
-        other `options` are those of the store's `load`, such as `share_memory`.
+        `window_size` is the longest input, and `stride` the distance between windows, by default the same. Records
+        in `.jsonl` files are first prepared into a store, once, with `tokenizer_path` and `max_len` of a record.
+        The other `options` are those of the store's `load`, such as `share_memory`.
         """
         _refuse_options(cls.load, options)
         if store is not None:
@@ -369,5 +369,5 @@ class DatasetFactory:
     def from_store(
         cls, train_type: str, store: Store, window_size: int = 0, stride: int | None = None
     ) -> BaseDataset:
-        """Return a dataset that reads from a store that was loaded."""
+        """Return a dataset that reads from a loaded store."""
         return cls.create(train_type, window_size, stride, store)

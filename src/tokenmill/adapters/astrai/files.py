@@ -1,4 +1,4 @@
-"""AstrAI's `.bin` files, from tensors and back."""
+"""AstrAI's `.bin` files, from tensors and to tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float
 
 
 class _Entry(msgspec.Struct):
-    """What a `meta.json` has of an array."""
+    """Description of an array in a `meta.json`."""
 
     shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
     dtype: str
@@ -33,7 +33,7 @@ def save_bin(
     tensor_group: Mapping[str, Sequence[torch.Tensor]],
     record_keys: Sequence[str] | None = None,
 ) -> None:
-    """Write a folder with a `.bin` file per key, its tensors end to end, and at last the `meta.json`.
+    """Write a folder with one `.bin` file per key, its tensors concatenated, and finally the `meta.json`.
 
     Keys of `record_keys` have offsets there, so that each of their tensors can be read as a record.
     """
@@ -53,7 +53,7 @@ def save_bin(
 
 
 def load_bin(file_path: str | os.PathLike[str]) -> dict[str, list[torch.Tensor]]:
-    """Return key -> its one tensor, mapped from the file; what is written to it stays in this process."""
+    """Return key -> its single tensor, mapped from the file; writes to it stay in this process."""
     folder = Path(file_path)
     if not (folder / META).is_file():
         raise StoreMissingError(f"{folder}: must be a folder with a {META}, got none; fix the path")

@@ -1,9 +1,8 @@
-"""AstrAI's layout in the folder of a store: one set of files for its readers and for ours.
+"""AstrAI's layout in the folder of a store: one set of files for its readers and for tokenmill's.
 
-A shard of ours is a shard of AstrAI once a `meta.json` describes its `.bin` files, and an `.h5` shard is one as it
-is. AstrAI has no file that says when a folder is complete. So before a build changes a folder, its shards are
-withdrawn from AstrAI's readers, and they return together when the build is done. In between a file that cannot be
-read makes those readers fail.
+A shard is readable by AstrAI if a `meta.json` describes its `.bin` files; an `.h5` shard always is. AstrAI has no
+file that marks a folder as complete. So before a build changes a folder, its shards are hidden from AstrAI's
+readers, and they all return when the build is done. In between, an unreadable file makes those readers fail.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from tokenmill.store.layout import JOURNAL_FOLDER, is_shard_name, stores_below
 _UNFINISHED = json.dumps({"unfinished - run the Pipeline again": {"shape": [1], "dtype": "int32"}}).encode()
 """A `meta.json` whose array does not exist: loading the folder raises FileNotFoundError with that name."""
 _TEMPORARY = f".tmp-{META}"
-"""What a process that was killed may leave of a `meta.json`."""
+"""Name of the rest of a `meta.json` that a killed process may leave."""
 _UNFINISHED_H5 = "unfinished.h5"
-"""An empty file in the journal, where AstrAI's reader of `.h5` files looks too: it is no HDF5."""
+"""An empty file in the journal, where AstrAI's reader of `.h5` files looks too: it is not HDF5."""
 
 
 @contextmanager
 def withheld(out: Path, storage: str) -> Iterator[None]:
-    """Keep AstrAI's readers out of a folder while a build changes it; then they find all of it, or nothing."""
+    """Hide a folder from AstrAI's readers while a build changes it; then they find all of it, or nothing."""
     _withdraw(out)
     guard = out / JOURNAL_FOLDER / _UNFINISHED_H5
     if storage == "h5":
@@ -45,7 +44,7 @@ def withheld(out: Path, storage: str) -> Iterator[None]:
         if not _is_under_way(out):
             _restore(out)
             guard.unlink(missing_ok=True)
-            with suppress(OSError):  # of a build that did not begin
+            with suppress(OSError):  # of a build that did not start
                 guard.parent.rmdir()
                 out.rmdir()
 
@@ -59,7 +58,7 @@ def _is_under_way(out: Path) -> bool:
 
 
 def _withdraw(out: Path) -> None:
-    """Remove every `meta.json` that `_restore` wrote, all at once for a reader."""
+    """Remove every `meta.json` that `_restore` wrote, at once for readers."""
     stores = stores_below(out)
     shards = [child for store in stores for child in store.iterdir() if is_shard_name(child.name)]
     metas = [shard / name for shard in shards for name in (META, _TEMPORARY) if (shard / name).is_file()]
@@ -71,7 +70,7 @@ def _withdraw(out: Path) -> None:
 
 
 def _restore(out: Path) -> None:
-    """Describe every shard of a finished store, or of the stores of all domains, all at once for a reader."""
+    """Describe every shard of a finished store, or of the stores of all domains, at once for readers."""
     stores = [open_store(path) for path in stores_below(out)]
     stores = [store for store in stores if store.manifest.storage == "bin"]
     folders = dict.fromkeys([out, *(store.path for store in stores)])
@@ -85,13 +84,13 @@ def _restore(out: Path) -> None:
 
 
 def _bar(folders: Iterable[Path]) -> None:
-    """Make AstrAI's readers of `.bin` files fail in these folders, and in those around them."""
+    """Make AstrAI's readers of `.bin` files fail in these folders, and in those that contain them."""
     for folder in folders:
         write_atomically(folder / META, _UNFINISHED)
 
 
 def _admit(folders: Iterable[Path]) -> None:
-    """Remove what `_bar` wrote, from the outermost folder last."""
+    """Remove the files of `_bar`, those of the outermost folder last."""
     for folder in reversed(list(folders)):
         (folder / _TEMPORARY).unlink(missing_ok=True)
         if (folder / META).is_file() and (folder / META).read_bytes() == _UNFINISHED:

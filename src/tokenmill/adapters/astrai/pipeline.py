@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Pipeline:
-    """Prepares a store with a recipe of AstrAI or of ours.
+    """Prepares a store with a recipe of AstrAI or of tokenmill.
 
-    The folder is a store of ours and has AstrAI's layout, so that the readers of both take the same files. Tokens
-    are those of AstrAI but for `differences`, which the notes of the report count.
+    The folder is a tokenmill store with AstrAI's layout, so the readers of both use the same files. Tokens are
+    those of AstrAI except for `differences`, which the notes of the report count.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Pipeline:
         tokenizer_path: str | os.PathLike[str],
         **unknown: object,
     ) -> None:
-        """Check the recipe; `config` is AstrAI's own object, a path, a table, or the name of a preset."""
+        """Check the recipe; `config` is AstrAI's object, a path, a table, or the name of a preset."""
         refuse_unknown(type(self), unknown)
         from tokenmill.encode.recipe import load_recipe
 
@@ -56,7 +56,7 @@ class Pipeline:
             config = asdict(config)
         recipe = load_recipe(os.fspath(config) if isinstance(config, os.PathLike) else config)
         if recipe.kind != "seq":
-            # AstrAI writes both into every config, and asks for them of plain text alone.
+            # AstrAI writes both into every config, and requires them only for plain text.
             limits = replace(recipe.preprocessing, min_chars=0, max_chars=None)
             recipe = replace(recipe, preprocessing=limits)
         self.paths = input_paths
@@ -65,7 +65,7 @@ class Pipeline:
         if recipe.framing == Framing():
             recipe = replace(recipe, framing=framing_of(recipe, Path(local_spec(self.tokenizer_path))))
         if recipe.fim is None:
-            # AstrAI's dtype; without it, ids would have the smallest that holds the vocabulary.
+            # AstrAI's dtype; otherwise, ids would have the smallest one that holds the vocabulary.
             dtypes = {key: "uint32" for key in recipe.arrays if key in TOKEN_KEYS} | dict(recipe.output.dtypes)
             recipe = replace(recipe, output=replace(recipe.output, dtypes=dtypes))
         self.config = recipe.to_json()
@@ -74,9 +74,9 @@ class Pipeline:
     def run(
         self, *, workers: int | None = None, rebuild: bool = False, on_error: str = "stop", **unknown: object
     ) -> PrepareReport:
-        """Prepare the store, or go on where that was interrupted; a record that cannot be encoded stops it.
+        """Prepare the store, or resume an interrupted build; a record that cannot be encoded is an error.
 
-        With `on_error="skip"` such records are left out, as in AstrAI; the report and the store count them.
+        With `on_error="skip"`, such records are left out, as in AstrAI; the report and the store count them.
         """
         refuse_unknown(self.run, unknown)
         remote = is_address(self.output_dir)
@@ -96,12 +96,12 @@ class Pipeline:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """How the records differ on purpose from those of AstrAI's pipeline, by the names of `DIFFERENCES`."""
+        """Names of the intended differences of the records from AstrAI's pipeline, as in `DIFFERENCES`."""
         sources = [source for variant in self.recipe.variants for source in variant.sources.values()]
         chats = self.recipe.template
         plain = [source.sections for source in sources if not source.template]
         is_group = self.recipe.kind == "grpo"
-        # AstrAI puts EOS after the section that BOS is before.
+        # AstrAI puts EOS after the section that has BOS before it.
         parts = [
             (one.add_special_tokens, other.add_special_tokens) for all in plain for one, other in pairwise(all)
         ]
@@ -120,13 +120,13 @@ DIFFERENCES: Mapping[str, str] = {
     "eos_at_end": "EOS of the post-processor ends the record or the response, not the prompt",
     "response_is_message": "the prompt ends with the generation prompt, and a response with its end of turn",
 }
-"""Note of a report -> how its records differ on purpose from those of AstrAI's pipeline."""
+"""Note of a report -> the intended difference from AstrAI's pipeline."""
 
 
 # Records as a dataset.
 
 _PRESETS = {"seq": "text", "sft": "chat", "dpo": "dpo", "grpo": "grpo"}
-"""Training type -> the recipe by which its records are read by default."""
+"""Training type -> the default recipe for its records."""
 _MESSAGE = {"action": "$role", "template": True}
 _PAIRS = {
     "name": "pairs of AstrAI",
@@ -149,13 +149,13 @@ _PAIRS = {
     "mask": {"system": "mask", "user": "mask", "assistant": "train"},
     "train_turns": "last",
 }
-"""How AstrAI reads pairs: a prompt or an input, and both answers, go through the chat template."""
+"""AstrAI's reading of pairs: a prompt or an input, and both answers, go through the chat template."""
 
 
 def prepared(
     train_type: str, records: Sequence[Path], tokenizer: str | os.PathLike[str] | None, max_len: int
 ) -> Path:
-    """Return the store of records, made now or found next to them, by the dataset_config.json there or a preset."""
+    """Return the store of records, prepared now or earlier, with their dataset_config.json or a preset."""
     folder = records[0].parent
     config = folder / "dataset_config.json"
     if config.is_file():
@@ -171,7 +171,7 @@ def prepared(
     pipeline = Pipeline(recipe, [], folder, tokenizer)
     settled = pipeline.recipe
     if recipe.get("name") == _PAIRS["name"]:
-        # AstrAI encodes a pair as one text: it begins with BOS if texts do.
+        # AstrAI encodes a pair as one text, which starts with BOS if texts do.
         settled = replace(settled, framing=replace(settled.framing, chat_bos=settled.framing.add_bos))
     return cached_store(
         [os.fspath(file) for file in records],
@@ -185,8 +185,8 @@ def prepared(
 def _default_recipe(
     train_type: str, records: Sequence[Path], tokenizer: str | os.PathLike[str]
 ) -> dict[str, object]:
-    """Return how AstrAI reads records without a config: messages and pairs go through the chat template."""
-    from tokenmill.encode.chat.template import has_template  # late: jinja2 takes time to load
+    """Return AstrAI's reading of records without a config: messages and pairs go through the chat template."""
+    from tokenmill.encode.chat.template import has_template  # imported here, because jinja2 takes time to load
 
     if train_type == "dpo" and os.path.isdir(tokenizer) and has_template(os.fspath(tokenizer)):
         return dict(_PAIRS)
@@ -196,7 +196,7 @@ def _default_recipe(
 
 
 def _first_fields(records: Sequence[Path]) -> set[str]:
-    """Return the fields of the first record that can be read; the build names one that cannot."""
+    """Return the fields of the first readable record; the build names one that cannot be read."""
     for file in records:
         with file.open("rb") as lines:
             line = next(filter(bytes.strip, lines), b"{}")
@@ -205,18 +205,18 @@ def _first_fields(records: Sequence[Path]) -> set[str]:
     return set()
 
 
-# Where AstrAI puts BOS and EOS.
+# BOS and EOS as in AstrAI.
 
 
 def framing_of(recipe: Recipe, folder: Path) -> Framing:
-    """Return where AstrAI puts BOS and EOS with the tokenizer of a folder; any other tokenizer has its own rules.
+    """Return AstrAI's BOS and EOS for the tokenizer of a folder; any other tokenizer has its own rules.
 
     Texts get what the post-processor of `tokenizer.json` adds. Conversations get the `bos_token` that
     `special_tokens` of `tokenizer_config.json` names.
     """
     if not (folder / "tokenizer.json").is_file():
         return Framing()
-    from tokenizers import Tokenizer  # late: it takes time to load
+    from tokenizers import Tokenizer  # imported here, because it takes time to load
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     before, behind = _placed(tokenizer)

@@ -1,4 +1,4 @@
-"""Which items a rank is given, in which order, from any place on: computed, with no list of indices."""
+"""The items of a rank in order, from any position on: computed, without a list of indices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WHERE = "ResumableDistributedSampler"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerState:
-    """Where a sampler stands: the same on every rank."""
+    """Position of a sampler: the same on every rank."""
 
     version: int
     epoch: Count
@@ -29,19 +29,19 @@ class SamplerState:
     shuffle: bool
     samples: int
     data: str
-    """Fingerprint of the dataset; empty where it has none."""
+    """Fingerprint of the dataset; empty if it has none."""
 
 
 class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
-    """Every item once an epoch, dealt to the ranks in turn; every epoch has an order of its own.
+    """Every item once per epoch, assigned to the ranks in turn, in a new order in each epoch.
 
-    A pass begins at item `start_iter` of this rank in `start_epoch` and ends with the epoch; the next pass is the
-    next epoch. `start_iter` counts within the epoch, or, as trainers of AstrAI do, from the first epoch on. A
-    pass that was not finished is begun again at the same place. Where the ranks cannot share an epoch evenly, its
-    first items are given once more to fill up, or, with `drop_last`, its last ones to nobody.
+    A pass starts at item `start_iter` of this rank in `start_epoch` and ends with the epoch; the next pass is the
+    next epoch. `start_iter` counts within the epoch, or, as AstrAI's trainers do, from the first epoch on. An
+    unfinished pass starts again at the same item. If the ranks cannot share an epoch evenly, its first items are
+    repeated to fill it up, or, with `drop_last`, its last ones are left out.
 
-    Rank and number of ranks are those of `replica`, else of `process_group`, else of torch.distributed, else of
-    RANK and WORLD_SIZE, else 0 of 1.
+    Rank and number of ranks are those of `replica`, otherwise of `process_group`, of torch.distributed, or of RANK
+    and WORLD_SIZE; the default is 0 of 1.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
         self.num_samples = len(data_source)
         self.seed, self.drop_last, self.shuffle = seed, drop_last, shuffle
         self._data = str(getattr(data_source, "fingerprint", ""))
-        self._moves = 0  # how often it was sent elsewhere, for a running pass to notice
+        self._moves = 0  # number of moves, for a running pass to notice
         if not self.num_samples_per_replica:
             raise ConfigError(
                 f"{_WHERE}: every rank must get an item, got {self.num_samples} for {self.num_replicas} ranks"
@@ -87,26 +87,26 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
 
     @property
     def iter(self) -> int:
-        """How many items of the epoch this rank has drawn."""
+        """Number of items of the epoch that this rank has drawn."""
         return self._position // self.num_replicas
 
     @property
     def num_samples_per_replica(self) -> int:
-        """How many items each rank is given in a whole epoch."""
+        """Number of items of each rank in a whole epoch."""
         return self._rounds(0)
 
     @property
     def total_size(self) -> int:
-        """How many items all ranks are given in a whole epoch."""
+        """Number of items of all ranks in a whole epoch."""
         return self.num_samples_per_replica * self.num_replicas
 
     def _rounds(self, position: int) -> int:
-        """Return how many items each rank is still given from a position of the epoch on."""
+        """Return the number of items of each rank from a position of the epoch on."""
         spare = 0 if self.drop_last else self.num_replicas - 1
         return max(0, self.num_samples - position + spare) // self.num_replicas
 
     def __len__(self) -> int:
-        """Return how many items a pass that begins now gives to this rank."""
+        """Return the number of items of this rank in a pass that starts now."""
         return self._rounds(self._begin)
 
     def __iter__(self) -> Iterator[int]:
@@ -129,16 +129,16 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
         self._go_to(epoch + 1, 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; where it is the current one, nothing changes."""
+        """Move to the start of an epoch; nothing changes if it is the current one."""
         if epoch != self.epoch:
             self._moves += 1
             self._go_to(epoch, 0)
 
     def state_dict(self) -> dict[str, int | str | bool]:
-        """Return where the sampler stands, as JSON: the same on every rank, and good for any number of ranks.
+        """Return the position of the sampler, as JSON: the same on every rank, and valid for any number of ranks.
 
-        It counts what was drawn. A DataLoader with workers draws ahead: give it `start_iter` instead, the batches
-        that were trained on times the batch size.
+        It counts the drawn items. A DataLoader with workers draws ahead: set `start_iter` instead, to the number of
+        batches that were trained on times the batch size.
         """
         state: dict[str, int | str | bool] = as_json(self._state())
         return state
@@ -156,7 +156,7 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says, a running pass too; a state of other data, seed or shuffle is refused."""
+        """Continue from a state, also in a running pass; a state of other data, seed or shuffle is rejected."""
         way_out = "use a state as state_dict() gave it"
         saved, own = read_table(SamplerState, state, "state", error=ResumeError, way_out=way_out), self._state()
         for key in ("version", "seed", "shuffle", "samples", "data"):

@@ -1,4 +1,4 @@
-"""AstrAI's stores: any run of values or any record, as tensors."""
+"""AstrAI's stores: any range of values or any record, as tensors."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from tokenmill.types import STORED_ARRAYS, AnyArray, Int64Array
 
 _WAY_OUT = "write the store again, or prepare it from its records"
 Value: TypeAlias = "torch.Tensor | list[torch.Tensor]"
-"""One array of a record; of a group of responses, a list of tensors."""
+"""One array of a record; for a group of responses, a list of tensors."""
 
 
 class Store:
-    """A store that is opened by `load`; what it holds is mapped, and tokens are read when they are asked for.
+    """A store that `load` opens; its files are mapped, and tokens are read on access.
 
-    Values are int64, masks bool and rewards float32, whatever their size on disk. With a `window_size` the items of
-    the store are windows of its stream, `stride` apart; without one they are its records.
+    Values are int64, masks bool and rewards float32, whatever their size on disk. With a `window_size`, the items
+    of the store are windows of its stream, `stride` apart. Without one, they are its records.
     """
 
     storage_type: ClassVar[str | None] = None
-    """How the store must be kept; None: as it is found."""
+    """Required storage type; None for any."""
 
     def __init__(self, window_size: int = 0, stride: int | None = None, **unknown: object) -> None:
         refuse_unknown(type(self), unknown)
@@ -53,7 +53,7 @@ class Store:
             check_positive(type(self).__name__, "stride", self.stride)
 
     def load(self, path: str | os.PathLike[str], *, share_memory: bool = True, **unknown: object) -> None:
-        """Open what is at a path: a store of ours, or files of AstrAI in place.
+        """Open a path: a tokenmill store, or AstrAI files in place.
 
         `share_memory` changes nothing: files are mapped, so all processes share their pages.
         """
@@ -62,20 +62,20 @@ class Store:
         self._normalize(Path(path))
 
     def _normalize(self, path: Path) -> None:
-        """Make shards of any kind one stream a key."""
+        """Turn shards of any kind into one stream per key."""
         self._store = _open_as(path, self.storage_type or detect_format(path))
         self._path = path.absolute()
 
     @property
     def opened(self) -> TokenStore:
-        """The store of the engine."""
+        """The tokenmill store."""
         if self._store is None:
             raise RuntimeError("Store not loaded")
         return self._store
 
     @property
     def path(self) -> Path:
-        """Where the store is."""
+        """Path of the store."""
         return self._path
 
     @property
@@ -85,12 +85,12 @@ class Store:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of what the tokens are."""
+        """Digest of everything that decides the tokens."""
         return self.opened.fingerprint
 
     @property
     def num_records(self) -> int:
-        """Number of documents, pairs or groups; 0 for a stream of AstrAI's, which has no boundaries."""
+        """Number of documents, pairs or groups; 0 for a stream of AstrAI, which has no boundaries."""
         store = self._store
         return 0 if store is None or _is_stream(store) else store.num_documents
 
@@ -101,13 +101,13 @@ class Store:
 
     @property
     def num_samples(self) -> int:
-        """Number of windows, or of records where there is no `window_size`."""
+        """Number of windows, or of records without a `window_size`."""
         if not self.window_size:
             return self.num_records
         return max(0, (self.token_count - 1 - self.window_size) // self.stride + 1)
 
     def sample_window(self, index: int) -> tuple[int, int]:
-        """Return where a window begins and ends (exclusive) in the stream."""
+        """Return start and end (exclusive) of a window in the stream."""
         if not self.window_size:
             raise RuntimeError("sample_window: window_size must be given, got 0; pass it to the store")
         if not 0 <= index < self.num_samples:
@@ -121,7 +121,7 @@ class Store:
         return self.num_samples if self.window_size else self.token_count
 
     def __getitem__(self, index: int) -> dict[str, Value]:
-        """Return a window or a record, with all arrays; an index below 0 counts from the end."""
+        """Return a window or a record, with all arrays; a negative index counts from the end."""
         place = index + self.num_samples if index < 0 else index
         if not 0 <= place < self.num_samples:
             raise PlanError(
@@ -133,13 +133,13 @@ class Store:
 
     @property
     def _cum(self) -> dict[str, list[int]]:
-        """Key -> where each shard ends in the stream."""
+        """Key -> end of each shard in the stream."""
         store = self.opened
         return {key: store.axes[store.axis(key)].values[1:].tolist() for key in store.keys}
 
     @property
     def _data(self) -> dict[str, list[torch.Tensor]]:
-        """Key -> its shards as they are on disk, mapped; what is written to such a tensor stays in this process."""
+        """Key -> its shards as on disk, mapped; writes to such a tensor stay in this process."""
         return {key: [self._segment(key, shard) for shard in range(self.opened.num_shards)] for key in self.keys}
 
     def _segment(self, key: str, shard: int) -> torch.Tensor:
@@ -173,7 +173,7 @@ class Store:
         return {key: self.fetch(begin, end, key) for key in keys}
 
     def fetch_windows(self, begins: Sequence[int], length: int, key: str) -> torch.Tensor:
-        """Return so many values, at least 1, from each of several places on, a row each; a shard is opened once."""
+        """Return `length` values from each of several positions, one row each; a shard is opened once."""
         assert length > 0
         store, rows = self.opened, np.empty((len(begins), length), dtype_of(key))
         edges, starts = store.axes[store.axis(key)].values, np.array(begins, np.int64)
@@ -195,7 +195,7 @@ class Store:
         return record[keys] if isinstance(keys, str) else record
 
     def fetch_records(self, indices: Sequence[int], keys: list[str] | tuple[str, ...]) -> list[dict[str, Value]]:
-        """Return several records; where they are is found for all at once."""
+        """Return several records; their positions are looked up together."""
         wanted = np.array([as_index(index) for index in indices], np.int64)
         size = self.num_records if self.opened else 0
         for index in wanted[(wanted < 0) | (wanted >= size)].tolist():
@@ -217,7 +217,7 @@ class Store:
         return groups
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker process needs to open the store itself: maps are not sent."""
+        """Return what a worker process needs to open the store; maps are not sent."""
         sizes = {"window_size": self.window_size, "stride": self.stride}
         if self._store is None:
             return sizes
@@ -236,23 +236,23 @@ class Store:
 
 
 class H5Store(Store):
-    """A store kept as HDF5 files."""
+    """A store of HDF5 files."""
 
     storage_type = "h5"
 
     def share_memory_(self) -> H5Store:
-        """Return the store: datasets are mapped where they are in the file, so all workers share their pages."""
+        """Return the store: datasets are mapped in their file, so all workers share their pages."""
         return self
 
 
 class MmapStore(Store):
-    """A store kept as flat `.bin` files."""
+    """A store of flat `.bin` files."""
 
     storage_type = "bin"
 
 
 class JsonlStore(Store):
-    """Records in `.jsonl` files: they are made a store next to them, once, and that is opened."""
+    """Records in `.jsonl` files: they are prepared into a store next to them, once, which is then opened."""
 
     storage_type = "jsonl"
 
@@ -266,8 +266,8 @@ class JsonlStore(Store):
         train_type: str = "sft",
         **unknown: object,
     ) -> None:
-        """Prepare the records by the `dataset_config.json` next to them, or as the training type has them."""
-        from tokenmill.adapters.astrai.pipeline import prepared  # late: it imports this module
+        """Prepare the records with the `dataset_config.json` next to them, or the recipe of the training type."""
+        from tokenmill.adapters.astrai.pipeline import prepared  # imported here, because it imports this module
 
         refuse_unknown(self.load, unknown)
         check_types(share_memory=(share_memory, bool))
@@ -287,35 +287,35 @@ class StoreFactory:
 
     @classmethod
     def create(cls, storage_type: str, window_size: int = 0, stride: int | None = None, **unknown: object) -> Store:
-        """Return a store that is yet to be loaded."""
+        """Return a store to be loaded later."""
         check_choice("StoreFactory.create", "storage_type", storage_type, tuple(cls.stores))
         refuse_unknown(cls.create, unknown)
         return cls.stores[storage_type](window_size, stride)
 
 
 def dtype_of(key: str) -> type[np.generic]:
-    """Return the dtype in which the values of a key are delivered."""
+    """Return the dtype of the delivered values of a key."""
     holds = STORED_ARRAYS[key].holds if key in STORED_ARRAYS else "ids"
     return np.bool_ if holds == "mask" else np.float32 if holds == "rewards" else np.int64
 
 
 def to_tensor(key: str, values: AnyArray) -> torch.Tensor:
-    """Return values of a key as a tensor of their own."""
+    """Return values of a key as a new tensor."""
     return torch.from_numpy(values.astype(dtype_of(key)))
 
 
 def _bounds(store: TokenStore, axis: str, items: Int64Array) -> tuple[list[int], list[int]]:
-    """Return where items of an axis begin and end (exclusive) in the stream."""
+    """Return start and end (exclusive) of the items of an axis in the stream."""
     shards, first, lengths = locate(store, items, axis)
     begins = store.axes[axis].values[shards] + first
     return begins.tolist(), (begins + lengths).tolist()
 
 
 def detect_format(load_path: str | os.PathLike[str]) -> str:
-    """Return `h5`, `bin` or `jsonl`: how the store at a path is kept, ours or AstrAI's, or that it is records.
+    """Return `h5`, `bin` or `jsonl`: the storage type of a tokenmill or AstrAI store at a path, or of records.
 
-    A folder is looked through at any depth. As in AstrAI, `.h5` files come first: where both are, `bin` has to be
-    said as the storage type. Records come last.
+    A folder is searched at any depth. As in AstrAI, `.h5` files come first: if both are there, set the storage type
+    to `bin`. Records come last.
     """
     path = Path(load_path)
     if is_ours(path):
@@ -337,7 +337,7 @@ def detect_format(load_path: str | os.PathLike[str]) -> str:
 
 
 def records_at(path: Path) -> list[Path]:
-    """Return the .jsonl files that a path stands for; where there are stores too, those are meant, as in AstrAI."""
+    """Return the .jsonl files of a path; stores in the same path have priority, as in AstrAI."""
     if path.is_file():
         return [path] if path.suffix == ".jsonl" else []
     files = [] if is_ours(path) else files_of(path)
@@ -346,13 +346,13 @@ def records_at(path: Path) -> list[Path]:
 
 
 def _is_stream(store: TokenStore) -> bool:
-    """Whether a store is tokens of AstrAI's without boundaries: then each of its parts is one document."""
+    """Whether a store has AstrAI tokens without boundaries, so that each of its parts is one document."""
     foreign = store.manifest.tokenizer.get("kind") in (UNKNOWN, GIVEN)
     return foreign and store.manifest.kind in ("seq", "sft") and store.num_documents <= store.num_shards
 
 
 def _open_as(path: Path, storage_type: str) -> TokenStore:
-    """Open the store at a path, which must be of that storage type."""
+    """Open the store at a path, which must have that storage type."""
     check_choice(str(path), "storage_type", storage_type, ("h5", "bin"))
     if not is_ours(path):
         return _with_positions(open_store(path, format=f"astrai-{storage_type}"), path, storage_type)
@@ -366,7 +366,7 @@ def _open_as(path: Path, storage_type: str) -> TokenStore:
 
 
 def refuse_unknown(called: Callable[..., object], unknown: Mapping[str, object]) -> None:
-    """Refuse options that a class or function does not have: AstrAI drops them in silence."""
+    """Reject options that a class or function does not have, which AstrAI ignores silently."""
     for name in unknown:
         kinds = signature(called).parameters
         known = [known for known, each in kinds.items() if each.kind is not each.VAR_KEYWORD and known != "self"]
@@ -375,7 +375,7 @@ def refuse_unknown(called: Callable[..., object], unknown: Mapping[str, object])
 
 
 def _with_positions(store: TokenStore, path: Path, storage_type: str) -> TokenStore:
-    """Return the store of AstrAI at a path with its positions as one more key; as it is where none were written."""
+    """Return the AstrAI store at a path with its positions as one more key, if there are any."""
     if store.manifest.kind not in ("seq", "sft"):
         return store
     parts = [written_positions(file) for file in find_files(path, f"astrai-{storage_type}")[1]]

@@ -1,9 +1,9 @@
-"""KempnerForge's data package: its names, parameters and state, with our engine under them.
+"""KempnerForge's data package: its names, parameters and state, on top of tokenmill.
 
-1. In: folders of token files, datasets of Hugging Face, a `DataConfig`; a rank and a number of ranks.
-2. Does: reads samples where they lie, puts them into an order that is computed and not kept, deals it to ranks,
-   and counts what was handed out, so that a resume is exact.
-3. Out: datasets, samplers and loaders that work with torch's own and with each other, and their states.
+1. In: folders of token files, Hugging Face datasets, a `DataConfig`; a rank and a number of ranks.
+2. Does: reads samples in place, computes their order, assigns them to ranks, and counts the delivered ones, so that
+   a resume is exact.
+3. Out: datasets, samplers and loaders that work with torch's and with each other, and their states.
 """
 
 from tokenmill.adapters import need

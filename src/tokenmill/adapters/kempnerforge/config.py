@@ -1,4 +1,4 @@
-"""KempnerForge's config in Python, how batches make up steps, and how states are read."""
+"""KempnerForge's config in Python, the number of batches per step, and the reading of states."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ AS_SAVED = "use a state as state_dict() gave it: the order of KempnerForge's own
 
 
 def read_state(kind: type[T], state: object, where: str = "state") -> T:
-    """Return a state as a record of a kind; what `state_dict()` cannot have given is refused."""
+    """Return a state as a record of a kind; reject values that `state_dict()` cannot have written."""
     return read_table(kind, state, where, error=ResumeError, way_out=AS_SAVED)
 
 
 def warn_of_differences(what: str, saved: Mapping[str, object], own: Mapping[str, object]) -> None:
-    """Log a warning for each value of a state that is not that of what loads it; one left out is not compared."""
+    """Log a warning for each value of a state that differs from the current one; missing ones are not compared."""
     for key, value in saved.items():
         if key in own and value not in (UNSET, own[key]):
             _log.warning(
@@ -34,14 +34,14 @@ def warn_of_differences(what: str, saved: Mapping[str, object], own: Mapping[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataConfig(DataTable):
-    """Where data comes from and how it is loaded, with KempnerForge's defaults."""
+    """Paths and options of the data, with KempnerForge's defaults."""
 
     dtype: str | None = None
-    """Of files without a header, such as .bin: it is not guessed."""
+    """Dtype of files without a header, such as .bin; it is not guessed."""
     vocab_size: int | None = None
-    """All ids of token files must be below; may prove the dtype of files without a header."""
+    """Upper bound for all ids of token files; can determine the dtype of files without a header."""
     eos_token_id: int | None = None
-    """Ends the documents of token files; None: the EOS of the tokenizer."""
+    """Id that ends documents of token files; None means the EOS of the tokenizer."""
 
     def __post_init__(self) -> None:
         DataTable.__post_init__(self)
@@ -53,7 +53,7 @@ class DataConfig(DataTable):
             self.check_phases()
 
     def check_phases(self) -> None:
-        """Refuse weights that name no dataset; where there is no mixture, only when a loader is built."""
+        """Reject weights that name no dataset; without a mixture, only when a loader is built."""
         names = self.dataset_names
         phases = {f"phase at step {phase.start_step}": phase.dataset_weights for phase in self.all_phases}
         for where, weights in (phases | {"anneal_weights": self.anneal_weights}).items():
@@ -64,7 +64,7 @@ class DataConfig(DataTable):
 
     @classmethod
     def of(cls, config: object) -> DataConfig:
-        """Return a config of KempnerForge's own class as one of these; what it does not have keeps its default."""
+        """Return a config of KempnerForge's class as one of these; missing values keep their defaults."""
         if isinstance(config, DataConfig):
             return config
         values = {item.name: getattr(config, item.name) for item in fields(cls) if hasattr(config, item.name)}
@@ -80,16 +80,16 @@ class DataConfig(DataTable):
 
     @property
     def dataset_names(self) -> tuple[str, ...]:
-        """What phases and metrics call the sources that are mixed."""
+        """Names of the mixed sources in phases and metrics."""
         return tuple(source.called for source in self.datasets)
 
     def phase_at(self, step: int) -> TrainingPhase | None:
-        """Return the phase that a step belongs to; None before the first."""
+        """Return the phase of a step; None before the first phase."""
         begun = [phase for phase in self.all_phases if phase.start_step <= step]
         return begun[-1] if begun else None
 
     def lr_scale_at(self, step: int) -> float:
-        """Return what the learning rate of a step is multiplied by."""
+        """Return the factor of the learning rate at a step."""
         phase = self.phase_at(step)
         return 1.0 if phase is None else phase.lr_scale
 
@@ -102,13 +102,13 @@ class DataConfig(DataTable):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
-    """How many samples make a batch, and how many batches a step."""
+    """Number of samples per batch, and of batches per step."""
 
     batch_size: int
-    """Samples of a batch, of one rank."""
+    """Samples per batch, on one rank."""
     num_replicas: int
     grad_accum_steps: int | None
-    """Batches of a step; None: not given, and a batch counts as a step."""
+    """Batches per step; None if not given, and a batch then counts as a step."""
 
     def __post_init__(self) -> None:
         if self.batch_size < 1 or self.batches < 1:
@@ -119,24 +119,23 @@ class StepShape:
 
     @property
     def batches(self) -> int:
-        """Batches of a step."""
+        """Batches per step."""
         return 1 if self.grad_accum_steps is None else self.grad_accum_steps
 
     @property
     def samples(self) -> int:
-        """Samples of a batch, of all ranks."""
+        """Samples per batch, over all ranks."""
         return self.batch_size * self.num_replicas
 
     @property
     def round(self) -> int:
-        """Samples of a step, of all ranks."""
+        """Samples per step, over all ranks."""
         return self.samples * self.batches
 
     def count(self, batches: int, saved: StepShape, *, inside: bool = False) -> int:
-        """Return how many batches of this shape have made up the steps that `batches` of a saved one did.
+        """Return the number of batches of this shape for the same steps as `batches` of a saved shape.
 
-        In the middle of a step, be it by this count or because a state is said to be `inside` of one, steps must be
-        what they were.
+        Within a step, by this count or because a state is `inside` one, steps must have the same shape as before.
         """
         if (saved.grad_accum_steps is None) != (self.grad_accum_steps is None):
             raise ResumeError(

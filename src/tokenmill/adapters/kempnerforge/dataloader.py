@@ -1,4 +1,4 @@
-"""Loaders of torch that know which batch comes next, and resume there exactly."""
+"""Loaders based on torch's that know the next batch, and resume there exactly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE_VERSION = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderState:
-    """Where a loader stands."""
+    """Position of a loader."""
 
     version: int
     epoch: Count
@@ -34,20 +34,20 @@ class LoaderState:
     """Batches of the epoch."""
     sampler: Mapping[str, Any]
     position: Count
-    """Samples of all ranks that were handed out: of the epoch, or of the run, as the sampler counts."""
+    """Delivered samples of all ranks: of the epoch, or of the run, depending on the sampler."""
     begin: Count
-    """Where the epoch began."""
+    """Position at which the epoch started."""
     batches: Count
     """Batches of the run."""
     batch_size: Positive
     grad_accum_steps: Positive | None
     phases: tuple[Any, ...]
-    """Start and weights of those that have begun."""
+    """Start and weights of the phases that have started."""
     dataset: str | None = None
-    """Fingerprint of the samples, where the dataset has one."""
+    """Fingerprint of the samples, if the dataset has one."""
 
     def check_place(self, shape: StepShape, bounds: tuple[int, int]) -> None:
-        """Refuse a place that is outside of its epoch, or that its batches do not lead to."""
+        """Reject a position outside of its epoch, or one that its batches do not lead to."""
         if (
             self.begin + self.batches_yielded * shape.samples != self.position
             or (self.batches - self.batches_yielded) % shape.batches
@@ -65,10 +65,10 @@ class LoaderState:
 
 
 class AskedBatches:
-    """The batches of indices that torch's loader asks for next.
+    """Batches of indices for torch's loader.
 
-    It does not hold the loader: a cycle would be freed at any time later, and its worker processes would be waited
-    for in whatever runs then.
+    It has no reference to the loader. A cycle would be freed at any later time, and that code would wait for its
+    worker processes.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class AskedBatches:
 
 
 class StepLoader:
-    """A loader that counts its batches, and knows by them the step that the next one belongs to."""
+    """A loader that counts its batches, and derives the step of the next one."""
 
     def __init__(self, batch_size: int, num_replicas: int, config: object, grad_accum_steps: int | None) -> None:
         self.batch_size = batch_size
@@ -95,20 +95,20 @@ class StepLoader:
         self.grad_accum_steps = grad_accum_steps
         self._shape = StepShape(batch_size=batch_size, num_replicas=num_replicas, grad_accum_steps=grad_accum_steps)
         self._batches = 0
-        """Batches of the run that were handed out, as if all had been of this size."""
+        """Delivered batches of the run, as if all had this size."""
         self._pin_memory = self.config.pin_memory and torch.cuda.is_available()
-        """Without an accelerator there is nothing to pin memory for, and torch would warn."""
+        """Without an accelerator, there is no memory to pin, and torch would warn."""
         self._generator = torch.Generator()
-        """For torch's loader, so that an iteration draws nothing from the generator that the model uses."""
+        """Generator for torch's loader, so that an iteration draws nothing from the generator of the model."""
 
     @property
     def step(self) -> int:
-        """The step that the next batch belongs to; a batch is a step where `grad_accum_steps` is not given."""
+        """Step of the next batch; without `grad_accum_steps`, a batch is a step."""
         return self._batches // self._shape.batches
 
     @property
     def lr_scale(self) -> float:
-        """What the phases of the config multiply the learning rate of the next batch's step by."""
+        """Factor of the phases for the learning rate at the step of the next batch."""
         if self.grad_accum_steps is None and self.config.all_phases:
             raise ConfigError(
                 "lr_scale: grad_accum_steps must be given to know the step of a batch, got none; give it, or ask "
@@ -118,17 +118,17 @@ class StepLoader:
 
 
 class StatefulDataLoader(StepLoader):
-    """Batches of a dataset in the order of a sampler, by torch's own loader.
+    """Batches of a dataset in the order of a sampler, through torch's loader.
 
-    `config` is a `DataConfig` of this package or of KempnerForge; `collate_fn` makes a batch of samples, as there.
-    `for batch in loader` goes on from where the loader stands to the end of the epoch, also after a `break`; where
-    `set_epoch` or `set_skip` of the sampler said another place, from there. What was read ahead is not counted: a
-    state is exact whatever `num_workers` is, before or after it was saved.
+    `config` is a `DataConfig` of this package or of KempnerForge. `collate_fn` makes a batch of samples, as in
+    KempnerForge. `for batch in loader` continues from the current position to the end of the epoch, also after a
+    `break`. `set_epoch` or `set_skip` of the sampler set another position. Batches that were read ahead are not
+    counted, so a state is exact for any `num_workers`, before and after it was saved.
 
-    `grad_accum_steps` says how many batches a step has. Then every epoch has whole steps, so that the samples of a
-    step are the same for any number of ranks and batch size that make up as many, and the phases of the config
-    begin at their step. Without it, phases are left to who calls `sampler.update_weights`. A last step that is not
-    whole is left out, or filled up with the first samples of the epoch if the sampler has no `drop_last`.
+    `grad_accum_steps` is the number of batches per step. With it, every epoch has whole steps. The samples of a
+    step are then the same for all ranks and batch sizes with the same product, and the phases of the config start
+    at their step. Without it, call `sampler.update_weights` for phases yourself. An incomplete last step is left
+    out. If the sampler has no `drop_last`, it is filled with the first samples of the epoch instead.
     """
 
     def __init__(
@@ -152,9 +152,9 @@ class StatefulDataLoader(StepLoader):
         super().__init__(batch_size, self.sampler.num_replicas, config, grad_accum_steps)
         self._epoch = self.sampler.epoch
         self._position = self.sampler.first(self._epoch)
-        """Samples of all ranks that were handed out: of the epoch, or of the run, as the sampler counts."""
+        """Delivered samples of all ranks: of the epoch, or of the run, depending on the sampler."""
         self._batches_yielded = 0
-        """Batches of the epoch, as if all had been of this size."""
+        """Batches of the epoch, as if all had this size."""
         self._running: Iterator[datasets.Sample] | None = None
         self._in_epoch = False
         self._asked = AskedBatches()
@@ -176,16 +176,16 @@ class StatefulDataLoader(StepLoader):
             )
 
     def _end(self) -> int:
-        """Return where the epoch ends: whole steps behind the begin of this one."""
+        """Return the end of the epoch: whole steps after its start."""
         begin = self._position - self._batches % self._shape.batches * self._shape.samples
         return self.sampler.end(self._epoch, begin, self._shape.round)
 
     def _rest(self) -> int:
-        """Return how many batches the epoch still has."""
+        """Return the number of remaining batches of the epoch."""
         return max(0, self._end() - self._position) // self._shape.samples
 
     def __len__(self) -> int:
-        """Return how many batches this epoch has: those that were handed out, and the rest."""
+        """Return the number of batches of this epoch: the delivered and the remaining ones."""
         return self._batches_yielded + self._rest()
 
     def __iter__(self) -> StatefulDataLoader:
@@ -196,7 +196,7 @@ class StatefulDataLoader(StepLoader):
         return self
 
     def _jump(self) -> None:
-        """Go to the epoch and the sample that `set_epoch` and `set_skip` of the sampler chose."""
+        """Move to the epoch and the sample that `set_epoch` and `set_skip` of the sampler chose."""
         if self.grad_accum_steps is not None and self.config.all_phases:
             raise ConfigError(
                 "sampler: set_epoch and set_skip must not move a loader whose phases begin at a step, as they do "
@@ -207,7 +207,7 @@ class StatefulDataLoader(StepLoader):
         if self.sampler.epoch != self._epoch:
             self._epoch = self.sampler.epoch
             origin = self._position = self.sampler.first(self._epoch)
-            # An epoch that is left in the middle of a step ends that step.
+            # If an epoch is left within a step, this step ends.
             self._batches = -(-self._batches // self._shape.batches) * self._shape.batches
         self._position += self.sampler.skip * self.sampler.num_replicas
         self.sampler.set_skip(0)
@@ -215,7 +215,7 @@ class StatefulDataLoader(StepLoader):
         self._mark()
 
     def _count_from(self, origin: int) -> None:
-        """Count the batches of an epoch that began at a place: those of whole steps, and of the one begun."""
+        """Count the batches of an epoch from its start: those of whole steps, and those of the current one."""
         self._position = min(self._position, max(origin, self.sampler.first(self._epoch) + self.sampler.size))
         begun = self._batches % self._shape.batches
         steps = max(0, self._position - origin - begun * self._shape.samples) // self._shape.round
@@ -227,7 +227,7 @@ class StatefulDataLoader(StepLoader):
         self._apply_phase()
         if isinstance(self.sampler, MixtureSampler) and self.sampler.is_changing:
             self.sampler.begin_change(self._position)
-            self._running = None  # what was read ahead was drawn by the old weights
+            self._running = None  # batches that were read ahead were drawn with the old weights
         if self._running is None:
             self._running = self._start()
         try:
@@ -236,7 +236,7 @@ class StatefulDataLoader(StepLoader):
             self._end_epoch()
             raise
         except BaseException:
-            self._running = None  # whoever tries again gets this batch, or the error again
+            self._running = None  # a retry gets this batch, or the error again
             raise
         self._position += self._shape.samples
         self._batches_yielded += 1
@@ -245,7 +245,7 @@ class StatefulDataLoader(StepLoader):
         return batch
 
     def _start(self) -> Iterator[datasets.Sample]:
-        """Begin to read the rest of the epoch."""
+        """Start to read the rest of the epoch."""
         self._asked.indices = self.sampler.indices(self._epoch, self._position, self._end())
         self._asked.batch_size = self.batch_size
         self._asked.count = self._rest()
@@ -254,8 +254,8 @@ class StatefulDataLoader(StepLoader):
 
     def _end_epoch(self) -> None:
         if not self.sampler.runs_on:
-            self._position = 0  # what is left of the epoch is left out
-        if self.sampler.epoch == self._epoch:  # else `set_epoch` has chosen the next one already
+            self._position = 0  # the rest of the epoch is left out
+        if self.sampler.epoch == self._epoch:  # otherwise `set_epoch` has chosen the next one already
             self.sampler.set_epoch(self._epoch + 1)
         self._epoch += 1
         self._batches_yielded = 0
@@ -265,11 +265,11 @@ class StatefulDataLoader(StepLoader):
 
     def _mark(self) -> None:
         if hasattr(self.dataset, "mark"):
-            # A mixture begins an epoch with what the last one has left.
+            # A mixture starts an epoch with the rest of the last one.
             self.dataset.mark(self._epoch, max(0, self._position - self.sampler.first(self._epoch)))
 
     def _apply_phase(self) -> None:
-        """Draw by the weights of the step, where the loader knows what a step is."""
+        """Draw with the weights of the step, if the loader knows its steps."""
         steps = self.grad_accum_steps
         if steps is None or self._batches % steps or not isinstance(self.sampler, MixtureSampler):
             return
@@ -277,7 +277,7 @@ class StatefulDataLoader(StepLoader):
             self.sampler.update_weights(self.config.weights_at(self.step), self.config.mix_temperature)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands, as JSON; but for the rank in it the same on every rank."""
+        """Return the position of the loader, as JSON; it is the same on every rank, except for the rank in it."""
         state: dict[str, Any] = {
             "version": STATE_VERSION,
             "epoch": self._epoch,
@@ -294,7 +294,7 @@ class StatefulDataLoader(StepLoader):
         return state if fingerprint is None else {**state, "dataset": fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says; a running iteration follows. Ranks, workers and batch size may be others."""
+        """Continue from a state, also in a running iteration. Ranks, workers and batch size may differ."""
         record, shape = self._read(state)
         batches = self._shape.count(record.batches, shape)
         record.check_place(shape, self.sampler.bounds(record.epoch, shape.round))
@@ -317,7 +317,7 @@ class StatefulDataLoader(StepLoader):
         self._mark()
 
     def _read(self, state: object) -> tuple[LoaderState, StepShape]:
-        """Return a state and how batches made up steps in it; refuse one of other samples, or of another order."""
+        """Return a state and its number of batches per step; reject one of other samples, or of another order."""
         version = state.get("version", STATE_VERSION) if isinstance(state, Mapping) else STATE_VERSION
         if version != STATE_VERSION:
             raise ResumeError(f"state: version must be {STATE_VERSION}, got {version!r}; resume where it was saved")
@@ -338,7 +338,7 @@ class StatefulDataLoader(StepLoader):
         return record, shape
 
     def _begun(self, step: int) -> list[list[Any]]:
-        """Return start and weights of the phases that this loader has begun before a step."""
+        """Return start and weights of the phases that this loader has started before a step."""
         if self.grad_accum_steps is None or not isinstance(self.sampler, MixtureSampler):
             return []
         starts = [phase.start_step for phase in self.config.all_phases if phase.start_step < step]
@@ -347,7 +347,7 @@ class StatefulDataLoader(StepLoader):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamLoaderState(datasets.StreamState):
-    """Where a loader of a stream stands."""
+    """Position of a loader of a stream."""
 
     batches_yielded: Count
     batch_size: Positive
@@ -356,9 +356,9 @@ class StreamLoaderState(datasets.StreamState):
 
 
 class StreamingDataLoader(StepLoader):
-    """Batches of a stream, by torch's own loader in this process.
+    """Batches of a stream, through torch's loader in this process.
 
-    `grad_accum_steps` says how many batches a step has, so that `lr_scale` follows the phases of the config.
+    `grad_accum_steps` is the number of batches per step, so that `lr_scale` follows the phases of the config.
     """
 
     def __init__(
@@ -389,7 +389,7 @@ class StreamingDataLoader(StepLoader):
         self.dataset.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where this rank stands, as JSON; `merge_states` joins those of all ranks."""
+        """Return the position of this rank, as JSON; `merge_states` joins those of all ranks."""
         inner = self.dataset.state_dict()
         return {
             "epoch": inner["epoch"],
@@ -401,10 +401,10 @@ class StreamingDataLoader(StepLoader):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says; a running iteration follows.
+        """Continue from a state, also in a running iteration.
 
-        Between two steps batches may be of another size, and `batches_yielded` then goes on as if all had been: by
-        the steps, or by the samples if nobody said what a step is.
+        Between two steps, batches may have another size. `batches_yielded` then continues as if all had this size.
+        It is derived from the steps, or from the samples if `grad_accum_steps` is not given.
         """
         record = read_state(StreamLoaderState, state)
         shape = StepShape(
@@ -445,12 +445,12 @@ def build_dataloader(
     grad_accum_steps: int | None = None,
     cache_dir: str | None = None,
 ) -> StatefulDataLoader | StreamingDataLoader:
-    """Return the loader that a config asks for: `datasets` go first, then `dataset_path`, then `hf_dataset_name`.
+    """Return the loader of a config: `datasets` have priority, then `dataset_path`, then `hf_dataset_name`.
 
-    `config` is a `DataConfig` of this package or of KempnerForge, or KempnerForge's config of a whole job, whose
-    [train] says what is not given here: `batch_size` (of a rank and a batch), `seq_len` (inputs of a sample),
-    `seed` (else 42) and `grad_accum_steps` (batches of a step, else 1). Phases begin at their step by themselves.
-    Text is prepared once, below `cache_dir`.
+    `config` is a `DataConfig` of this package or of KempnerForge, or KempnerForge's config of a whole job. Its
+    [train] sets what is not given here: `batch_size` (per rank and batch), `seq_len` (inputs per sample), `seed`
+    (default 42) and `grad_accum_steps` (batches per step, default 1). Phases start at their step. Text is prepared
+    once, below `cache_dir`.
     """
     train = getattr(config, "train", None)
     config = DataConfig.of(config if train is None else getattr(config, "data", config))
@@ -484,7 +484,7 @@ def build_dataloader(
 
 
 def _setting(value: int | None, train: object, name: str, default: int | None = None) -> int:
-    """Return a setting: the argument, else that of [train], else the default."""
+    """Return a setting: the argument, otherwise that of [train], otherwise the default."""
     for setting in (value, getattr(train, name, None), default):
         if setting is not None:
             return int(setting)
@@ -543,7 +543,7 @@ def _dataset(
 
 
 def _eos_id(config: DataConfig) -> int | None:
-    """Return the id that ends documents: as the config says, else that of the tokenizer, else as the files say."""
+    """Return the id that ends documents: that of the config, otherwise of the tokenizer, otherwise of the files."""
     if config.eos_token_id is not None or not config.tokenizer_path:
         return config.eos_token_id
     from tokenmill.encode.engines import read_identity

@@ -1,4 +1,4 @@
-"""Datasets: token files and text of Hugging Face that give a sample for an index, and text without end."""
+"""Datasets: token files and Hugging Face text with a sample for every index, and endless text."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from tokenmill.types import AnyArray
 
 Sample = dict[str, torch.Tensor]
 CACHE_DIR = ".tokenmill/stores"
-"""Where the tokens of text are kept by default: where a run keeps them whose config is in this folder."""
+"""Default folder for tokenized text: that of a run whose config is in this folder."""
 DTYPE_VARIABLE = "TOKENMILL_DTYPE"
-"""Environment variable with the dtype of .bin files where no caller can pass it, as in KempnerForge's own loop."""
+"""Environment variable with the dtype of .bin files, for callers without an argument, such as KempnerForge's loop.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DatasetState:
-    """Which samples a dataset has, and where a loader stands; what a state leaves out is not compared."""
+    """Identity of the samples of a dataset, and the position of a loader; missing values are not compared."""
 
     epoch: Count = 0
     sample_idx: Count = 0
@@ -53,13 +54,13 @@ class DatasetState:
 
 
 class Chunked(Dataset[Sample]):
-    """Samples of `length` tokens, one behind the other in some stores, none over the end of one.
+    """Samples of `length` consecutive tokens of some stores; no sample crosses the end of a store.
 
-    Documents are told apart where there is an `eos_id`, which ends them.
+    With an `eos_id`, which ends documents, documents are distinguished.
     """
 
     def __init__(self, open_stores: Callable[[], list[Store]], *, length: int, eos_id: int | None) -> None:
-        """Take samples from some stores, which worker processes open again; one has a token more than inputs."""
+        """Take samples from some stores, which workers open again; a sample has one token more than inputs."""
         if length < 2:
             raise ConfigError(f"seq_len: a sample must have at least 2 tokens, got {length}; raise it")
         self._open_stores = open_stores
@@ -89,16 +90,16 @@ class Chunked(Dataset[Sample]):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of what decides every sample."""
+        """Digest of everything that decides the samples."""
         return digest([[store.fingerprint for store in self.stores], self.length, self.eos_id])
 
     @property
     def num_unused_tokens(self) -> int:
-        """Tokens behind the last whole sample of each store, which no sample holds."""
+        """Tokens after the last complete sample of each store, which are in no sample."""
         return sum(store.num_tokens % self.length for store in self.stores)
 
     def __len__(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         return self.begins[-1]
 
     def __getitem__(self, index: int) -> Sample:
@@ -119,7 +120,7 @@ class Chunked(Dataset[Sample]):
                     labels[rows[index]][mask[1:] == 0] = IGNORE
         if self.eos_id is not None:
             ends = inputs == self.eos_id
-            # EOS is the last token of its document: what comes after it is not its to predict.
+            # EOS is the last token of its document, so it has no next token to predict.
             labels[ends] = IGNORE
             np.cumsum(ends, axis=1, out=out["doc_ids"])
             out["doc_ids"] -= ends
@@ -127,9 +128,10 @@ class Chunked(Dataset[Sample]):
         return [dict(zip(out, line, strict=True)) for line in lines]
 
     def _pool(self, rows: int) -> BufferPool:
-        """Return memory for at least so many samples, which is used again when nobody holds them any more.
+        """Return memory for at least this number of samples; it is used again when no sample refers to it.
 
-        The next power of two, as a mixture asks for another number each time, and a pool for each would pile up.
+        The size is the next power of two, because a mixture requests another number each time, and would need a
+        pool for each.
         """
         rows = 1 << max(0, rows - 1).bit_length()
         if rows not in self._pools:
@@ -138,27 +140,27 @@ class Chunked(Dataset[Sample]):
         return self._pools[rows]
 
     def mark(self, epoch: int, sample_idx: int) -> None:
-        """Note where a loader stands, for the state."""
+        """Record the position of a loader, for the state."""
         self.epoch, self.sample_idx = epoch, sample_idx
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where a loader stands, and which samples these are."""
+        """Return the position of a loader, and the identity of the samples."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what a dataset restores; a state of other samples logs a warning, as a loader refuses it."""
+        """Restore the state of a dataset; a state of other samples logs a warning, because loaders reject it."""
         record = read_state(DatasetState, state)
         saved = {key: getattr(record, key) for key in ("total_samples", "total_sequences", "fingerprint")}
         warn_of_differences("dataset", saved, self.state_dict())
         self.mark(record.epoch, self._restored(record))
 
     def _restored(self, _: DatasetState) -> int:
-        """Return the sample after loading a state; only the epoch is restored, unless a dataset says otherwise."""
+        """Return the sample after loading a state; only the epoch is restored, unless a subclass restores more."""
         return self.sample_idx
 
 
 def _by_part(indices: Sequence[int], begins: Sequence[int]) -> dict[int, list[int]]:
-    """Return which of some samples lie in which part: part -> their places among the indices."""
+    """Return the parts of some samples: part -> positions among the indices."""
     places: dict[int, list[int]] = {}
     for place, index in enumerate(indices):
         if not 0 <= index < begins[-1]:
@@ -170,10 +172,10 @@ def _by_part(indices: Sequence[int], begins: Sequence[int]) -> dict[int, list[in
 class MemoryMappedDataset(Chunked):
     """Token files as samples of `seq_len` tokens, which are `seq_len` - 1 inputs with their labels.
 
-    Files are read in the order of their names, and what is left at the end of each, less than a sample, is not
-    used: `num_unused_tokens` says how much that is. Files without a header need `dtype`, or a `vocab_size` that
-    proves it, or the environment variable TOKENMILL_DTYPE. With `pack_sequences` the label of EOS is -100, and
-    `doc_ids` count documents from 0 in each sample.
+    Files are read in the order of their names. The tokens after the last complete sample of each file are not used;
+    `num_unused_tokens` is their number. Files without a header need `dtype`, or a `vocab_size` that determines it,
+    or the environment variable TOKENMILL_DTYPE. With `pack_sequences`, the label of EOS is -100, and `doc_ids`
+    count documents from 0 in each sample.
     """
 
     def __init__(
@@ -203,16 +205,16 @@ class MemoryMappedDataset(Chunked):
         self.__dict__.pop("fingerprint", None)  # that of samples which are no more
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, and which samples these are; the loader knows the place within an epoch."""
+        """Return the epoch and the identity of the samples; the loader knows the position within an epoch."""
         return {"epoch": self.epoch, "total_samples": len(self), "fingerprint": self.fingerprint}
 
 
 class HuggingFaceDataset(Chunked):
-    """Text of Hugging Face as samples of `seq_len` inputs and labels, documents end to end with EOS behind each.
+    """Hugging Face text as samples of `seq_len` inputs and labels: concatenated documents, each with EOS.
 
-    It is tokenized once, into a store below `cache_dir`, by whichever process comes first; later ones map it.
-    `dataset_name` is a name at the hub, a folder of data files, or one that `save_to_disk` made. The tokenizer is a
-    file or folder; none is downloaded.
+    The first process tokenizes it once, into a store below `cache_dir`; later ones map that. `dataset_name` is a
+    name on the hub, a folder of data files, or one that `save_to_disk` made. The tokenizer is a file or folder; it
+    is not downloaded.
     """
 
     def __init__(
@@ -247,7 +249,7 @@ class HuggingFaceDataset(Chunked):
         self.eos_id = eos if pack_sequences else None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where a loader stands, and which samples these are."""
+        """Return the position of a loader, and the identity of the samples."""
         return {
             "epoch": self.epoch,
             "sample_idx": self.sample_idx,
@@ -260,7 +262,7 @@ class HuggingFaceDataset(Chunked):
 
     @property
     def _packed_sequences(self) -> list[AnyArray]:
-        """All samples as arrays of `seq_len` + 1 ids; KempnerForge's evaluation stacks them."""
+        """All samples as arrays of `seq_len` + 1 ids, which KempnerForge's evaluation stacks."""
         (store,) = self.stores
         begins = [number * self.length for number in range(len(self))]
         windows = read_windows(store, store.manifest.token_key, begins, self.length)
@@ -271,7 +273,7 @@ class HuggingFaceDataset(Chunked):
 def _open_files(
     folder: str, pattern: str, *, dtype: str | None = None, vocab_size: int | None = None
 ) -> list[Store]:
-    """Open the token files of a folder in the order of their names, each as a store; a store of ours as it is."""
+    """Open the token files of a folder in the order of their names, each as a store; or a tokenmill store."""
     maps = MapCache()
     if is_ours(Path(folder)):
         return [open_store(folder, maps=maps, dtype=dtype, vocab_size=vocab_size)]
@@ -287,16 +289,16 @@ def _open_files(
 
 
 def _eos_of(stores: Sequence[Store]) -> int | None:
-    """Return the id that ends every document, if the stores that add one agree; else None."""
+    """Return the id that ends every document, if the stores that add one agree; otherwise None."""
     ids = {store.manifest.tokenizer.get("eos_id") for store in stores if store.manifest.tokenizer.get("add_eos")}
     return ids.pop() if len(ids) == 1 else None
 
 
 class MapStyle(Protocol):
-    """What a dataset must offer to be mixed with others."""
+    """Interface of a dataset that can be mixed with others."""
 
     def __len__(self) -> int:
-        """Return how many samples there are."""
+        """Return the number of samples."""
         ...
 
     def __getitem__(self, index: int) -> Sample:
@@ -305,7 +307,7 @@ class MapStyle(Protocol):
 
 
 class MixtureDataset(Dataset[Sample]):
-    """Several datasets one behind the other; `dataset_idx` of a sample is the number of its dataset."""
+    """Several datasets, concatenated; `dataset_idx` of a sample is the number of its dataset."""
 
     def __init__(self, datasets: Sequence[MapStyle], names: Sequence[str]) -> None:
         if len(datasets) != len(names) or not datasets:
@@ -324,16 +326,16 @@ class MixtureDataset(Dataset[Sample]):
 
     @property
     def dataset_names(self) -> list[str]:
-        """What the datasets are called."""
+        """Names of the datasets."""
         return list(self.names)
 
     @property
     def fingerprint(self) -> str:
-        """Digest of what decides every sample, where the datasets have one; else of their sizes."""
+        """Digest of everything that decides the samples, if the datasets have one; otherwise of their sizes."""
         return digest([getattr(dataset, "fingerprint", len(dataset)) for dataset in self.datasets])
 
     def __len__(self) -> int:
-        """Return how many samples all datasets have together."""
+        """Return the number of samples of all datasets."""
         return self.begins[-1]
 
     def __getitem__(self, index: int) -> Sample:
@@ -341,7 +343,7 @@ class MixtureDataset(Dataset[Sample]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
-        """Return the samples of a batch; those of one dataset are read together if it can."""
+        """Return the samples of a batch; those of one dataset are read together if it supports that."""
         samples: dict[int, Sample] = {}
         for number, places in _by_part(indices, self.begins).items():
             dataset, own = self.datasets[number], [indices[place] - self.begins[number] for place in places]
@@ -352,7 +354,7 @@ class MixtureDataset(Dataset[Sample]):
         return [samples[place] for place in range(len(indices))]
 
     def mark(self, epoch: int, sample_idx: int) -> None:
-        """Note where a loader stands, for the states of the datasets."""
+        """Record the position of a loader, for the states of the datasets."""
         for dataset in self.datasets:
             if hasattr(dataset, "mark"):
                 dataset.mark(epoch, sample_idx)
@@ -366,7 +368,7 @@ class MixtureDataset(Dataset[Sample]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Hand the datasets their states."""
+        """Pass their states to the datasets."""
         if not isinstance(state, Mapping):
             raise ResumeError(f"state: must be a table, got {state!r}; {AS_SAVED}")
         for number, dataset in enumerate(self.datasets):
@@ -376,22 +378,22 @@ class MixtureDataset(Dataset[Sample]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StreamState:
-    """Where a stream stands."""
+    """Position of a stream."""
 
     epoch: Count
     live: Mapping[str, Any]
 
 
 class StreamingHuggingFaceDataset(IterableDataset[Sample]):
-    """Samples of `seq_len` inputs and labels without end, epoch after epoch; the text is tokenized as it is read.
+    """Endless samples of `seq_len` inputs and labels, epoch after epoch; the text is tokenized as it is read.
 
-    To be used with `num_workers=0`: `threads` read and tokenize ahead, and the state stays in the process that
-    saves it. A sample never reaches into another window of the files; its end is padded then.
+    Use it with `num_workers=0`: `threads` read and tokenize ahead, and the state stays in the process that saves
+    it. A sample never contains text of two windows of the files; its end is padded instead.
 
-    `lanes` are independent streams, dealt to the ranks (one a rank, unless it is said); their number stays for the
-    whole run. A `shuffle_buffer_size` of 0 reads documents in their order, any other number shuffles them in
-    windows of files, without a buffer. With `pack_sequences` samples have `doc_ids`; the label behind the end of a
-    document is -100 in any case.
+    `lanes` are independent streams, assigned to the ranks, by default one per rank. Their number stays the same for
+    the whole run. A `shuffle_buffer_size` of 0 reads documents in order. Any other number shuffles them in windows
+    of files, without a buffer. With `pack_sequences`, samples have `doc_ids`. The label after the end of a document
+    is always -100.
     """
 
     def __init__(  # noqa: PLR0913, PLR0917 - as KempnerForge has it
@@ -425,7 +427,7 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
 
     @cached_property
     def live(self) -> LiveLoader:
-        """The stream itself; files and tokenizer are opened when it is first needed."""
+        """The stream; files and tokenizer are opened on first use."""
         options = LiveOptions(
             seq_len=self.seq_len,
             packing="concat",
@@ -456,15 +458,15 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
             yield {name: array[0] for name, array in to_torch(batch).items()}
 
     def close(self) -> None:
-        """Stop the threads; drawing on starts them again."""
+        """Stop the threads; the next sample starts them again."""
         if "live" in self.__dict__:
             self.live.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the lanes of this rank stand, as JSON; `merge_states` joins those of all ranks."""
+        """Return the positions of the lanes of this rank, as JSON; `merge_states` joins those of all ranks."""
         epochs = [position.epoch for position in self.live.text.positions().values()]
         return {"epoch": min(epochs), "live": self.live.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says: that of this rank, or the joined one at any number of ranks."""
+        """Continue from a state: that of this rank, or the joined one for any number of ranks."""
         self.live.load_state_dict(read_state(StreamState, state).live)

@@ -1,4 +1,4 @@
-"""The order of samples, dealt to ranks: a keyed permutation, of which nothing is kept."""
+"""The order of samples and their assignment to ranks: a keyed permutation that is computed, not stored."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from tokenmill.tables import MAX_NUMBER, Count, Positive, as_json, check_seed
 from tokenmill.types import Int64Array
 
 BLOCK = 1024
-"""Indices that are computed together."""
+"""Number of indices that are computed together."""
 _DIGITS = 12
-"""Of a weight raised to a power: more would depend on the machine."""
+"""Digits of a weight raised to a power: more would depend on the machine."""
 _UNITS = 1 << 20
-"""Parts of a row in which it is kept how far a source is ahead of its share: a state must stay small."""
+"""Parts of a row, in which the lead of a source over its share is stored, so that a state stays small."""
 _MOST_AHEAD = 2 * _UNITS
-"""How far one can be ahead or behind, for each source that there is."""
+"""Maximum lead or lag of a source, per number of sources."""
 _TURNS = 1 << 40
-"""Among so many numbers that of a round is shuffled to find who begins it."""
+"""Size of the range in which the number of a round is shuffled to find the rank that starts it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplerState:
-    """Which order a sampler has; a state that no loader saved may leave out anything."""
+    """Identity of the order of a sampler; a state that no loader saved may lack any of it."""
 
     kind: str | UnsetType = UNSET
     epoch: Count = 0
@@ -53,17 +53,17 @@ class SamplerState:
 
 
 class RankSampler(Sampler[int]):
-    """What both samplers do alike: know their rank, an epoch, and what of it is skipped."""
+    """Common part of both samplers: rank, epoch, and skipped samples."""
 
     kind: ClassVar[str]
-    """What a state calls it."""
+    """Name of the sampler in a state."""
     order_keys: ClassVar[tuple[str, ...]]
-    """What of a state decides the order, and must be that of this sampler."""
+    """Entries of a state that decide the order, and must equal those of this sampler."""
     runs_on: ClassVar[bool]
-    """Whether places are counted through all epochs, so that what one leaves is the start of the next; else they
-    are counted from 0 in each."""
+    """Whether positions count through all epochs, so that the rest of one starts the next; otherwise they start at
+    0 in each epoch."""
     size: int
-    """Samples of all ranks in an epoch."""
+    """Samples of all ranks per epoch."""
     num_samples: int
 
     def __init__(
@@ -76,7 +76,7 @@ class RankSampler(Sampler[int]):
         self.drop_last = drop_last
         self.epoch = 0
         self.skip = 0
-        """Samples of this rank that the next iteration leaves out."""
+        """Samples of this rank that the next iteration skips."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next iteration."""
@@ -85,32 +85,32 @@ class RankSampler(Sampler[int]):
         self.epoch = epoch
 
     def set_skip(self, skip: int) -> None:
-        """Leave out the first samples of this rank, in the next iteration alone."""
+        """Skip the first samples of this rank, in the next iteration only."""
         if not isinstance(skip, int) or not 0 <= skip <= MAX_NUMBER:
             raise ConfigError(f"skip: must be at least 0, got {skip!r}; it counts the samples of this rank")
         self.skip = skip
 
     def __len__(self) -> int:
-        """Return how many samples an epoch has for this rank."""
+        """Return the number of samples per epoch for this rank."""
         return self.num_samples
 
     def first(self, epoch: int) -> int:
-        """Return the place at which an epoch begins."""
+        """Return the position at which an epoch starts."""
         return epoch * self.size if self.runs_on else 0
 
     def end(self, epoch: int, position: int, places: int) -> int:
-        """Return where an epoch ends that goes on at `position`: a whole number of rounds of so many places on."""
+        """Return the end of an epoch that continues at `position`: a whole number of rounds later."""
         rest = max(0, self.first(epoch) + self.size - position)
         return position + (rest // places if self.runs_on or self.drop_last else -(-rest // places)) * places
 
     def bounds(self, epoch: int, places: int) -> tuple[int, int]:
-        """Return the first and last place at which an epoch can stand that is dealt in rounds of so many places."""
+        """Return the first and last possible position of an epoch that is assigned in rounds of this size."""
         rest = self.size if self.runs_on else 0
         filled = 0 if self.runs_on or self.drop_last else places - 1
         return max(0, self.first(epoch) - rest), self.first(epoch) + self.size + filled
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which order this is; where an iteration stands is for the loader to know."""
+        """Return the identity of the order; the loader knows the position of an iteration."""
         return {
             "kind": self.kind,
             "epoch": self.epoch,
@@ -121,7 +121,7 @@ class RankSampler(Sampler[int]):
         }
 
     def read_state(self, state: object, *, position: int | None = None) -> SamplerState:
-        """Return a state; refuse one of another order. That of a loader, at a `position`, must be complete."""
+        """Return a state; reject one of another order. With a `position`, that of a loader, it must be complete."""
         record = read_state(SamplerState, state, "state" if position is None else "state.sampler")
         own, saved = self.state_dict(), as_json(record)
         for key in ("kind", *self.order_keys):
@@ -133,15 +133,15 @@ class RankSampler(Sampler[int]):
         return record
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the epoch of a state; one of another order is refused, and its rank is of no concern."""
+        """Move to the epoch of a state; one of another order is rejected, and its rank is ignored."""
         self.epoch = self.read_state(state).epoch
 
 
 class DistributedSampler(RankSampler):
-    """The samples of a dataset in a new order every epoch, of which rank r of R takes places r, r + R, r + 2R, ...
+    """The samples of a dataset in a new order every epoch; rank r of R takes positions r, r + R, r + 2R, ...
 
-    The order is the same for any number of ranks. With `drop_last` the last samples that do not go round are left
-    out, others in every epoch; without it the first ones are taken again.
+    The order is the same for any number of ranks. With `drop_last`, the last samples that do not fill a round are
+    left out, others in every epoch. Without it, the first ones are used again.
     """
 
     kind = "distributed"
@@ -174,20 +174,20 @@ class DistributedSampler(RankSampler):
         return self.indices(self.epoch, position, self.end(self.epoch, position, self.num_replicas))
 
     def indices(self, epoch: int, position: int, end: int) -> Iterator[int]:
-        """Return what this rank takes of an epoch after its first `position` places, of all ranks, were taken.
+        """Return the samples of this rank after the first `position` samples of all ranks in an epoch.
 
-        Any position will do, also one that another number of ranks has left. Places from the end of the epoch on
-        are its first ones again.
+        Any position is possible, also one from another number of ranks. Positions after the end of the epoch start
+        at its first ones again.
         """
         key = key64(self.seed, "sampler", epoch) if self.shuffle else None
         return dealt(range(position + self.rank, end, self.num_replicas), self.size, key)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which order this is; where an iteration stands is for the loader to know."""
+        """Return the identity of the order; the loader knows the position of an iteration."""
         return {**super().state_dict(), "size": self.size, "drop_last": self.drop_last}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the epoch alone; a state of another order logs a warning, as a loader refuses it."""
+        """Restore only the epoch; a state of another order logs a warning, because loaders reject it."""
         record = read_state(SamplerState, state)
         saved = as_json(record)
         keys = ("kind", *self.order_keys)
@@ -197,15 +197,15 @@ class DistributedSampler(RankSampler):
 
 @dataclass(frozen=True, kw_only=True)
 class Weighing:
-    """Whole weights of the sources from a place on."""
+    """Whole-number weights of the sources from a position on."""
 
     start: Count
     weights: tuple[Count, ...]
-    """One a source; 0 for one that is not drawn."""
+    """One weight per source; 0 for a source that is not drawn."""
     drawn: tuple[Count, ...]
     """Samples that were drawn from each source before `start`."""
     ahead: tuple[int, ...]
-    """How far each source is ahead of its share at `start`, in parts of a row."""
+    """Lead of each source over its share at `start`, in parts of a row."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.weights), len(self.drawn), len(self.ahead)}
@@ -218,23 +218,23 @@ class Weighing:
 
     @property
     def sources(self) -> list[int]:
-        """The sources that are drawn."""
+        """Indices of the sources that are drawn."""
         return [source for source, weight in enumerate(self.weights) if weight]
 
     @cached_property
     def mixture(self) -> Mixture:
-        """Which source is drawn at which place."""
+        """Mixture that maps positions to sources."""
         lead = [Fraction(self.ahead[source], _UNITS) for source in self.sources]
         return build_mixture(tuple(weight for weight in self.weights if weight), lead)
 
     def draw(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the source at each place, and how often it was drawn before, in the whole run."""
+        """Return the source at each position, and the number of its earlier draws in the whole run."""
         local, drawn = draw_all(positions - self.start, self.mixture.nodes)
         sources = np.array(self.sources, np.int64)[local]
         return sources, drawn + np.array(self.drawn, np.int64)[sources]
 
     def change(self, position: int, weights: Sequence[int]) -> Weighing:
-        """Return other weights from a place on; sources that are behind their share are drawn first then."""
+        """Return new weights from a position on; sources that lag behind their share are then drawn first."""
         drawn, ahead = list(self.drawn), list(self.ahead)
         length = position - self.start
         lead = [Fraction(ahead[source], _UNITS) for source in self.sources]
@@ -250,7 +250,7 @@ def _is_drawable(weights: Sequence[int]) -> bool:
 
 
 def whole_weights(weights: Sequence[float], temperature: float, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return weights as whole numbers in proportion; 0 stays 0 at any temperature.
+    """Return weights as proportional whole numbers; 0 stays 0 at any temperature.
 
     >>> whole_weights([0.75, 0.25, 0], 1.0, [9, 9, 9]), whole_weights([16, 1], 2.0, [9, 9])
     ((3, 1, 0), (4, 1))
@@ -272,7 +272,7 @@ def whole_weights(weights: Sequence[float], temperature: float, sizes: Sequence[
         raise ConfigError(f"weights: must leave a dataset to draw from, got {list(weights)}; raise one")
     tempered = weights
     if temperature != 1.0:
-        # Of the largest, so that no power overflows.
+        # Relative to the largest, so that no power overflows.
         tempered = [float(f"{(weight / most) ** (1 / temperature):.{_DIGITS}g}") for weight in weights]
     for source, (weight, after) in enumerate(zip(weights, tempered, strict=True)):
         if weight and not after:
@@ -286,11 +286,12 @@ def whole_weights(weights: Sequence[float], temperature: float, sizes: Sequence[
 
 
 class MixtureSampler(RankSampler):
-    """Samples of several datasets by weight, as one run of places that goes on through all epochs.
+    """Samples of several datasets by weight, as one sequence of positions through all epochs.
 
-    After any number of places each dataset is within two samples of its share, whatever the number of ranks. A
-    dataset gives each of its samples once, in a new order each time, before it gives one again. The places of a
-    round of R go to the R ranks in turn, and another rank begins each round, so that none always gets one dataset.
+    After any number of positions, each dataset is within two samples of its share, for any number of ranks. A
+    dataset yields each of its samples once, in a new order each time, before it repeats one. The positions of a
+    round of R are assigned to the R ranks in turn. Another rank starts each round, so that no rank always gets the
+    same dataset.
     """
 
     kind = "mixture"
@@ -330,27 +331,28 @@ class MixtureSampler(RankSampler):
 
     @property
     def weights(self) -> tuple[int, ...]:
-        """The weights of the next sample, as whole numbers in proportion."""
+        """Weights of the next sample, as proportional whole numbers."""
         return self._pending or self._weighings[-1].weights
 
     @property
     def is_changing(self) -> bool:
-        """Whether there are new weights that no sample was drawn by yet."""
+        """Whether there are new weights that no sample was drawn with yet."""
         return self._pending is not None
 
     def update_weights(self, weights: Sequence[float], temperature: float = 1.0) -> None:
-        """Draw by other weights from the next sample on; the same ones in proportion change nothing.
+        """Use other weights from the next sample on; proportional weights change nothing.
 
-        In a `StatefulDataLoader` the next batch is the first, whatever was read ahead. In a plain loader of torch
-        it is the first that was not asked for yet.
+        In a `StatefulDataLoader`, the next batch is the first with the new weights, whatever was read ahead. In a
+        plain torch loader, it is the first that was not requested yet.
         """
         whole = whole_weights(weights, temperature, self.sizes)
         self._pending = None if whole == self._weighings[-1].weights else whole
 
     def begin_change(self, position: int, since: int | None = None) -> None:
-        """Begin new weights, if there are any, at a place of the run; what was decided for later is dropped.
+        """Apply new weights, if there are any, at a position of the run; later changes are dropped.
 
-        So are the weights of places before `since`, which are not drawn again; None: before `position`.
+        The weights of positions before `since` are dropped too, because these are not drawn again; by default,
+        those before `position`.
         """
         pending, self._pending = self._pending, None
         last = self._at(position)
@@ -367,10 +369,10 @@ class MixtureSampler(RankSampler):
         return self._drawing(begin, self.first(self.epoch) + self.num_samples * self.num_replicas)
 
     def _drawing(self, position: int, end: int) -> Iterator[int]:
-        """Yield the samples of this rank, by new weights as soon as there are any."""
+        """Yield the samples of this rank, with new weights as soon as there are any."""
         while position < end:
             if self.is_changing:
-                self.begin_change(position, self.first(self.epoch))  # who iterates again begins there
+                self.begin_change(position, self.first(self.epoch))  # a new iteration starts there
             for index in self._block(position, end):
                 yield index
                 position += self.num_replicas
@@ -378,14 +380,14 @@ class MixtureSampler(RankSampler):
                     break
 
     def indices(self, epoch: int, position: int, end: int) -> Iterator[int]:  # noqa: ARG002 - one run of places
-        """Yield what this rank takes from a place of the run on, up to another."""
+        """Yield the samples of this rank from one position of the run to another."""
         while position < end:
             block = self._block(position, end)
             yield from block
             position += len(block) * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which order this is, and the weights since they last changed."""
+        """Return the identity of the order, and the weights since their last change."""
         state: dict[str, Any] = {
             **super().state_dict(),
             "sizes": list(self.sizes),
@@ -395,7 +397,7 @@ class MixtureSampler(RankSampler):
         return state if self._pending is None else {**state, "pending": list(self._pending)}
 
     def read_state(self, state: object, *, position: int | None = None) -> SamplerState:
-        """Return a state; refuse one of another order. That of a loader, at a `position`, must be complete."""
+        """Return a state; reject one of another order. With a `position`, that of a loader, it must be complete."""
         record = super().read_state(state, position=position)
         weighing, pending, sources = record.weighing, record.pending, len(self.sizes)
         if isinstance(weighing, Weighing) and len(weighing.weights) != sources:
@@ -413,9 +415,9 @@ class MixtureSampler(RankSampler):
         return record
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to the epoch and the weights of a state; one of another order is refused.
+        """Move to the epoch and the weights of a state; one of another order is rejected.
 
-        Who wants other weights than the run began with says so by `update_weights`, after this.
+        To use other weights than those of the state, call `update_weights` after this.
         """
         record = self.read_state(state)
         if isinstance(record.weighing, Weighing):
@@ -424,7 +426,7 @@ class MixtureSampler(RankSampler):
         self.epoch = record.epoch
 
     def _at(self, position: int) -> Weighing:
-        """Return the weights of a place."""
+        """Return the weights at a position."""
         for weighing in reversed(self._weighings):
             if weighing.start <= position:
                 return weighing
@@ -434,10 +436,10 @@ class MixtureSampler(RankSampler):
         )
 
     def _block(self, position: int, end: int) -> list[int]:
-        """Return the next samples of this rank, some at a time, all drawn by the same weights."""
+        """Return the next samples of this rank, several at a time, all drawn with the same weights."""
         weighing = self._at(position)
         later = [other.start for other in self._weighings if other.start > position]
-        # A round in which the weights change has two of them: it is drawn alone.
+        # A round in which the weights change has two of them, so it is drawn alone.
         stop = min(end, position + BLOCK * self.num_replicas, *later) if later else end
         rounds = max(1, min(BLOCK, (stop - position) // self.num_replicas))
         begins = position + self.num_replicas * np.arange(rounds, dtype=np.int64)
@@ -459,7 +461,7 @@ class MixtureSampler(RankSampler):
                 chosen = (sources == source) & (epochs == epoch)
                 local = places[chosen]
                 if self.shuffle:
-                    # By number, as this interface gives datasets no names.
+                    # By number, because datasets have no names in this interface.
                     local = permute_all(local, size, np.uint64(key64(self.seed, "dataset", source, epoch)))
                 out[chosen] = self.offsets[source] + local
         return out
