@@ -24,6 +24,7 @@ A message reads: what is wrong: value; way out. It names options as arguments of
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -70,7 +71,9 @@ wording: Callable[[str], str] = str
 
 
 def warn(message: str) -> None:
-    """Print a warning on stderr, in bold where that is possible."""
+    """Print a warning on stderr, unless the logger `tokenmill` has a higher level."""
+    if not logging.getLogger("tokenmill").isEnabledFor(logging.WARNING):
+        return
     from rich.console import Console
     from rich.text import Text
 

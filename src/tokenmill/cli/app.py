@@ -2,44 +2,107 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
 import os
+import signal
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from tokenmill import errors
 from tokenmill.cli import console as ui
 from tokenmill.cli.batches import batches, what, when
 from tokenmill.cli.demo import demo
-from tokenmill.cli.inspect import inspect, verify, view
+from tokenmill.cli.inspect import inspect as inspect_
+from tokenmill.cli.inspect import verify, view
 from tokenmill.cli.plan import diff, fork, plan, quarantine
 from tokenmill.cli.prepare import export, import_, prepare, upload
 from tokenmill.cli.setup import doctor, init, warm
 from tokenmill.errors import FULL, TokenmillError
 from tokenmill.tables import check_public
 
+
+class _PlainHelp:
+    """Mixed into commands: their help shows metavars, and no types of Python."""
+
+    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401 - typer has no public name for it
+        """Return all parameters, without the types that help would show."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if param.param_type_name == "argument":
+                param.display_type_rich = _no_type
+            elif param.metavar is None:
+                param.metavar = ""
+            param.help = (param.help or "").removesuffix(".")
+        return params
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ANN401
+        """Return the parts of the usage line; required arguments have no braces."""
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        return [piece.replace("{", "").replace("}", "") for piece in pieces]
+
+
+def _no_type(ctx: object) -> None:
+    del ctx
+
+
+class _Command(_PlainHelp, TyperCommand):
+    pass
+
+
+class _Group(_PlainHelp, TyperGroup):
+    pass
+
+
 app = typer.Typer(
     name="tokenmill",
-    help="From raw text to the tensors of every training step of a language model.",
+    cls=_Group,
+    help="From raw text to the tensors of every training step of a language model",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _add_command(command: Callable[..., None]) -> None:
+    """Add a command; its help is its docstring, whose first line is a phrase here."""
+    phrase, *more = (" ".join(part.split()) for part in (inspect.getdoc(command) or "").split("\n\n"))
+    app.command(
+        command.__name__.strip("_"),
+        cls=_Command,
+        help="\n\n".join((phrase.removesuffix("."), *more)),
+        no_args_is_help=command not in (demo, warm, doctor),
+    )(ui.with_loudness(command))
+
+
 # In the order of the data flow, as --help lists them.
-for command in (
-    *(init, demo, prepare, import_, export, upload, inspect, verify),
+for each in (
+    *(init, demo, prepare, import_, export, upload, inspect_, verify),
     *(plan, batches, what, when, diff, fork, quarantine, view, warm, doctor),
 ):
-    app.command(command.__name__.strip("_"), no_args_is_help=command not in (demo, warm, doctor))(command)
+    _add_command(each)
+
+
+def _print_version() -> None:
+    from tokenmill import __version__
+
+    sys.stdout.write(f"tokenmill {__version__}\n")
+
+
+app.command("version", hidden=True, cls=_Command)(_print_version)
 
 
 @app.callback(invoke_without_command=True)
-def _version(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
+def _version(version: bool = typer.Option(False, "--version", help="Print the version and stop")) -> None:
     if version:
-        from tokenmill import __version__
-
-        sys.stdout.write(f"tokenmill {__version__}\n")
+        _print_version()
         raise typer.Exit
 
 
@@ -47,12 +110,15 @@ def main() -> None:
     """Run the command line; an error of ours, or of a path, is one message and not a traceback."""
     ui.take_over()
     errors.wording = _worded
+    logger = logging.getLogger("tokenmill")
+    level = logger.level
     try:
         ui.apply_log_variable()
         for argument in sys.argv[1:]:
             check_public(argument)
-        code = app(ui.with_new_names(sys.argv[1:]), standalone_mode=False)
-        sys.stdout.flush()
+        with _exit_on_sigterm():
+            code = app(ui.with_new_names(sys.argv[1:]), prog_name="tokenmill", standalone_mode=False)
+            sys.stdout.flush()
     except TokenmillError as error:
         _fail(_worded(str(error)), ui.exit_code(error))
     except BrokenPipeError:
@@ -69,7 +135,7 @@ def main() -> None:
             _fail(f"{error.filename}: {why}; free some space, then run the same command again", 1)
         why = f"the system must allow its use, got {error.strerror}; fix the path or its rights"
         _fail(f"{error.filename}: {why}", ui.exit_code(error))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:
         if not hasattr(error, "format_message"):
@@ -77,7 +143,25 @@ def main() -> None:
         _refuse_usage(error)
     finally:
         errors.wording = str
+        logger.setLevel(level)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Make SIGTERM end this process in order, as Ctrl-C does, with code 143."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _stop_writing() -> NoReturn:
@@ -99,9 +183,30 @@ def _refuse_usage(error: Any) -> NoReturn:  # noqa: ANN401 - typer has no public
         error.show()
     else:
         context = getattr(error, "ctx", None)
-        hint = f"; see {context.command_path} --help" if context is not None else ""
-        ui.show_error(f"{message.rstrip('.')}{hint}")
+        help_command = f"{context.command_path} --help" if context is not None else ""
+        ui.show_error(_sentence(message, _possibility(error), help_command))
     sys.exit(error.exit_code)
+
+
+def _possibility(error: Any) -> str:  # noqa: ANN401 - typer has no public name for it
+    """Return the known option that is nearest to an unknown one."""
+    known = getattr(error, "possibilities", None) or ()
+    return next(iter(get_close_matches(getattr(error, "option_name", ""), known, 1)), "")
+
+
+def _sentence(message: str, possibility: str, help_command: str) -> str:
+    """Return a message of typer in our words: what is wrong, then the way out.
+
+    >>> _sentence("No such command 'pla'. Did you mean 'plan', 'fork'?", "", "tokenmill --help")
+    "no such command 'pla'; did you mean 'plan'?"
+    >>> _sentence("Missing option '--out' / '-o'.", "", "tokenmill prepare --help")
+    "missing option '--out' / '-o'; see tokenmill prepare --help"
+    """
+    wrong, _, known = message.partition(" Did you mean ")
+    possibility = possibility or known.rstrip("?").partition(", ")[0]
+    wrong = wrong.partition(" (Possible options")[0].partition(" Did you mean:")[0].rstrip(".")
+    hint = f"did you mean {possibility}?" if possibility else f"see {help_command}" if help_command else ""
+    return "; ".join(filter(None, (wrong[:1].lower() + wrong[1:], hint)))
 
 
 def _fail(message: str, code: int) -> NoReturn:

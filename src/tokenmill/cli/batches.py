@@ -34,26 +34,26 @@ EXCERPT = 60
 def batches(
     run: ui.RunFile,
     rank: Annotated[
-        int | None, typer.Option(help="Rank whose slice is drawn; default: all ranks, the global batch.")
+        int | None, typer.Option(metavar="N", help="Rank whose rows to load", show_default="all ranks")
     ] = None,
-    world_size: Annotated[int | None, typer.Option(help="Number of ranks; default: 1.")] = None,
+    world_size: Annotated[int | None, typer.Option(metavar="N", help="Number of ranks", show_default="1")] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(help="Rows at a time; default: the whole slice of a rank.")
+        int | None, typer.Option(metavar="N", help="Rows per micro-batch", show_default="all rows of a rank")
     ] = None,
-    steps: Annotated[str, typer.Option(help="Steps a:b, b exclusive; either may be left out.")] = ":",
-    digest: Annotated[bool, typer.Option("--digest", help="Print step, stage and digest of each step.")] = False,
+    steps: Annotated[
+        str, typer.Option(metavar="A:B", help="Steps to load, B exclusive", show_default="all steps")
+    ] = ":",
+    digest: Annotated[bool, typer.Option("--digest", help="Print a digest of each step")] = False,
     state: Annotated[
-        Path | None, typer.Option(help="File to resume from, if it exists, and to save to after every step.")
+        Path | None, typer.Option(metavar="PATH", help="File to resume from and to save each step to")
     ] = None,
-    threads: Annotated[int, typer.Option(help="Threads that work ahead.")] = 1,
-    prefetch: Annotated[int, typer.Option(help="Micro-batches kept ready.")] = 8,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object a step, and one of what was waited for and fetched.")
-    ] = False,
+    threads: Annotated[int, typer.Option(metavar="N", help="Threads that prefetch batches")] = 1,
+    prefetch: Annotated[int, typer.Option(metavar="N", help="Micro-batches to prefetch")] = 8,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per step, then counters")] = False,
 ) -> None:
-    """Draw batches as a training would, of one rank or of all; print one line a step.
+    """Load batches and print one line per step.
 
-    Two runs that print the same digests trained on the same data.
+    With --digest, two runs that print the same lines trained on the same data.
     """
     from tokenmill.loader import usual_arrays
 
@@ -185,18 +185,22 @@ def _read_state(file: Path | None, steps: str) -> dict[str, Any] | None:
 def what(
     run: ui.RunFile,
     number: Annotated[
-        int | None, typer.Argument(metavar="STEP", help="Step to look at, from 0.", show_default=False)
+        int | None, typer.Argument(metavar="STEP", help="Step to show, from 0", show_default=False)
     ] = None,
     step: Annotated[int | None, typer.Option("--step", hidden=True)] = None,
-    rank: Annotated[int | None, typer.Option(help="Only the slice of this rank.")] = None,
-    world_size: Annotated[int | None, typer.Option(help="Number of ranks; default: 1.")] = None,
-    micro_batch: Annotated[int, typer.Option(help="Rows of a micro-batch, by which a balanced run is dealt.")] = 1,
-    text: Annotated[bool, typer.Option(help="Show the beginning of each span as text.")] = True,
+    rank: Annotated[
+        int | None, typer.Option(metavar="N", help="Rank whose rows to show", show_default="all ranks")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(metavar="N", help="Number of ranks", show_default="1")] = None,
+    micro_batch: Annotated[
+        int, typer.Option(metavar="N", help="Rows per micro-batch, for runs with a balance")
+    ] = 1,
+    text: Annotated[bool, typer.Option(metavar="", help="Show the beginning of each document")] = True,
     full: ui.Full = False,
     json: ui.AsJson = False,
     tokenizer: ui.TextsBy = None,
 ) -> None:
-    """Show which documents and spans make up the batch of a step."""
+    """Show the documents of a step."""
     from tokenmill.loader import Layout, Loader, RankSlice
     from tokenmill.run.inspect import excerpt
 
@@ -273,15 +277,15 @@ def _shown(origin: Origin) -> str:
 
 def when(
     run: ui.RunFile,
-    source: Annotated[str, typer.Option(help="Name of the source.")],
+    source: Annotated[str, typer.Option(metavar="NAME", help="Name of the source")],
     document: Annotated[
-        int | None, typer.Option(help="Index of the document in the source, from 0.", show_default=False)
+        int | None, typer.Option(metavar="N", help="Index of the document, from 0", show_default=False)
     ] = None,
     find: ui.Find = None,
     json: ui.AsJson = False,
     world_size: ui.WorldSize = None,
 ) -> None:
-    """List all steps at which a document is seen, past and future."""
+    """List the steps that see a document, past and future."""
     from tokenmill.run.uses import source_store
 
     if (document is None) == (find is None):

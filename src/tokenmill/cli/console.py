@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import re
@@ -11,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -90,6 +92,37 @@ def apply_log_variable() -> None:
         set_log_level(level)
 
 
+def is_quiet() -> bool:
+    """Return whether only errors and results are printed, as after --quiet."""
+    return not logging.getLogger(LOGGER).isEnabledFor(logging.WARNING)
+
+
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print debug messages")]
+
+
+def with_loudness(command: Callable[..., None]) -> Callable[..., None]:
+    """Add --quiet and --verbose to a command; they override TOKENMILL_LOG."""
+    signature = inspect.signature(command, eval_str=True)
+
+    @wraps(command)
+    def run(*, quiet: bool, verbose: bool, **values: Any) -> None:  # noqa: ANN401 - those of the command
+        if quiet and verbose:
+            raise ConfigError("--quiet cannot be combined with --verbose; remove one")
+        if quiet or verbose:
+            set_log_level("error" if quiet else "debug")
+        command(**values)
+
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in (("quiet", Quiet), ("verbose", Verbose))
+    ]
+    own = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in signature.parameters.values()]
+    run.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {item.name: item.annotation for item in (*own, *added)}
+    return run
+
+
 class _LogPrinter(logging.Handler):
     """Prints what is logged on stderr; of other packages only warnings and errors, as Python does by default."""
 
@@ -100,11 +133,11 @@ class _LogPrinter(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record."""
-        print_note(self.format(record))
+        _print_plain(self.format(record))
 
 
 def _show_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    print_note("".join(traceback.format_exception(kind, error, trace)).rstrip())
+    _print_plain("".join(traceback.format_exception(kind, error, trace)).rstrip())
 
 
 def take_over() -> None:
@@ -145,35 +178,52 @@ def in_flags(message: str, *commands: TyperCommand) -> str:
     return _ARGUMENT.sub(flag, message)
 
 
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Config of a run")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON")]
 Full = Annotated[bool, typer.Option("--full", help="Print all tables, not a summary")]
-Rebuild = Annotated[bool, typer.Option("--rebuild", help="Replace a finished store at OUT.")]
+Rebuild = Annotated[bool, typer.Option("--rebuild", help="Replace a finished store at OUT")]
 WorldSize = Annotated[
     int | None,
     typer.Option(
         metavar="N",
         min=1,
-        help="Data-parallel ranks, for a config of KempnerForge or torchtitan, which count rows by rank.",
+        help="Number of ranks, for KempnerForge and torchtitan configs",
     ),
 ]
 """Type of the option --world-size; its default is None."""
-ToNative = Annotated[
-    bool, typer.Option("--to-native", help="Print the config as native TOML and stop; no store is opened.")
-]
+ToNative = Annotated[bool, typer.Option("--to-native", help="Print the config as native TOML and stop")]
 """Type of the option --to-native; its default is False."""
 # Facts that token files of other projects may lack.
-Dtype = Annotated[str | None, typer.Option(help="Type of ids, where files do not say it: uint16, uint32, ...")]
-VocabSize = Annotated[int | None, typer.Option(help="Number of ids that there are, where files do not say it.")]
-EosId = Annotated[int | None, typer.Option(help="Id that ends a document, where the format has no boundaries.")]
-BosId = Annotated[int | None, typer.Option(help="Id that starts a document.")]
-Format = Annotated[str | None, typer.Option(help="Format of files of other projects; default: recognised.")]
+TOKEN_FILES = "Third-party token files"
+Dtype = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Type of the ids, such as uint16", rich_help_panel=TOKEN_FILES),
+]
+VocabSize = Annotated[
+    int | None, typer.Option(metavar="N", help="Size of the vocabulary", rich_help_panel=TOKEN_FILES)
+]
+EosId = Annotated[
+    int | None, typer.Option(metavar="ID", help="Id at the end of each document", rich_help_panel=TOKEN_FILES)
+]
+BosId = Annotated[
+    int | None, typer.Option(metavar="ID", help="Id at the start of each document", rich_help_panel=TOKEN_FILES)
+]
+Format = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Format of the files", show_default="detected", rich_help_panel=TOKEN_FILES),
+]
 TextsBy = Annotated[
     str | None,
-    typer.Option("--tokenizer", "-t", help="What to show texts with; default: the copy kept with the store."),
+    typer.Option(
+        "--tokenizer",
+        "-t",
+        metavar="SPEC",
+        help="Tokenizer for the texts",
+        show_default="the copy in the store",
+    ),
 ]
 Find = Annotated[
-    str | None, typer.Option(metavar="FIELD=VALUE", help="Look for documents by a kept field, such as url=...")
+    str | None, typer.Option(metavar="FIELD=VALUE", help="Documents with a kept field, such as url=ADDRESS")
 ]
 
 
@@ -281,12 +331,19 @@ LINE_SECONDS = 30.0
 """Seconds between lines of progress where no terminal shows a bar."""
 
 
+def _say_nothing(*_: object) -> None:
+    pass
+
+
 @contextmanager
 def progress(amount: Callable[[int], str] = "{:,}".format) -> Iterator[Callable[[str, int, int | None], None]]:
     """Show on stderr how far a command is: a bar on a terminal, else a line every 30 s.
 
     Yields a function to be called with what is done, how much of it, and how much there is, if that is known.
     """
+    if is_quiet():
+        yield _say_nothing
+        return
     if not errors.is_terminal:
         last = time.monotonic()
 
@@ -322,6 +379,9 @@ def progress(amount: Callable[[int], str] = "{:,}".format) -> Iterator[Callable[
 @contextmanager
 def busy(what: str) -> Iterator[None]:
     """Show on stderr that a command is at work, where no end is known: on a terminal at once, else every 30 s."""
+    if is_quiet():
+        yield
+        return
     if errors.is_terminal:
         with errors.status(Text(what)):
             yield
@@ -372,7 +432,12 @@ def print_line(line: str) -> None:
 
 
 def print_note(line: str) -> None:
-    """Write a line to stderr as it is."""
+    """Write a line to stderr as it is, unless --quiet leaves it out."""
+    if not is_quiet():
+        _print_plain(line)
+
+
+def _print_plain(line: str) -> None:
     errors.print(Text(without_secrets(line)), soft_wrap=True, highlight=False)
 
 

@@ -72,7 +72,7 @@ def demo(
     ] = None,
     full: ui.Full = False,
 ) -> None:
-    """Run the whole flow on a small corpus and check the guarantees."""
+    """Run everything on a bundled corpus and check the guarantees."""
     with tempfile.TemporaryDirectory(prefix="tokenmill-demo-") if out is None else nullcontext(out) as place:
         folder = Path(place)
         with ui.busy("preparing the bundled corpus; the first run also compiles the kernels"):

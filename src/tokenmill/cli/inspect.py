@@ -33,18 +33,14 @@ CONTROLS = ("‹", "›")
 def inspect(
     place: Annotated[
         str,
-        typer.Argument(
-            metavar="STORE|RUN.toml", help="Folder or address of a store, or of several; or config of a run."
-        ),
+        typer.Argument(metavar="STORE|RUN.toml", help="Stores, or config of a run"),
     ],
     document: Annotated[
-        int | None, typer.Option(help="Show this document alone: where it came from, its tokens and masks.")
+        int | None, typer.Option(metavar="N", help="Document to show, with its tokens and masks")
     ] = None,
     find: ui.Find = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed by which two of the examples are drawn.")] = 0,
-    html: Annotated[
-        Path | None, typer.Option(help="Also write it as one HTML page that needs nothing else.")
-    ] = None,
+    seed: Annotated[int, typer.Option(metavar="N", min=0, help="Seed of the random examples")] = 0,
+    html: Annotated[Path | None, typer.Option(metavar="PATH", help="HTML page to write")] = None,
     json: ui.AsJson = False,
     tokenizer: ui.TextsBy = None,
     dtype: ui.Dtype = None,
@@ -53,7 +49,7 @@ def inspect(
     bos_id: ui.BosId = None,
     format: ui.Format = None,
 ) -> None:
-    """Show what is in a store, or behind a run: facts, lengths, how much is trained on, examples."""
+    """Show statistics and examples of stores, or of a run."""
     from tokenmill.plan.report import report
     from tokenmill.run.inspect import examples, inspect_store, open_stores
     from tokenmill.run.run import is_config
@@ -224,16 +220,14 @@ def _show_examples(console: Console, examples: list[Example]) -> None:
 
 
 def verify(
-    stores: Annotated[
-        list[str], typer.Argument(metavar="STORE...", help="Folders or addresses of stores, or of several each.")
-    ],
+    stores: Annotated[list[str], typer.Argument(metavar="STORE", help="Folders or addresses of stores")],
     add_page_sums: Annotated[
         bool,
-        typer.Option("--add-page-sums", help="Write checksums of pages beside the shards that are proven right."),
+        typer.Option("--add-page-sums", help="Write page checksums next to intact shards"),
     ] = False,
     json: ui.AsJson = False,
     add_hashes: Annotated[
-        bool, typer.Option("--add-hashes", help="Write hashes of documents to stores that lack them.")
+        bool, typer.Option("--add-hashes", help="Write document hashes to stores without them")
     ] = False,
     dtype: ui.Dtype = None,
     vocab_size: ui.VocabSize = None,
@@ -241,9 +235,10 @@ def verify(
     bos_id: ui.BosId = None,
     format: ui.Format = None,
 ) -> None:
-    """Read every byte of stores and name all files that are broken; the exit code is 1 if there are any.
+    """Check every byte of stores and name broken files.
 
-    Files of other projects have no checksums; what was checked instead is printed.
+    The exit code is 1 if a file is broken, and 2 if a store does not exist. Third-party token files have no
+    checksums; the checks that were made instead are printed.
     """
     from tokenmill.run.inspect import stores_at
     from tokenmill.store import ForeignOptions, check_store, open_store
@@ -314,20 +309,19 @@ def _show_verified(report: VerifyReport) -> None:
 
 
 def view(
-    path: Annotated[
-        str, typer.Argument(metavar="RUN.toml|STORE", help="Config of a run, or folder or address of a store.")
-    ],
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="Port; 0 takes a free one.")] = 0,
-    diff: Annotated[Path | None, typer.Option(metavar="OTHER.toml", help="Run to compare with.")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    path: Annotated[str, typer.Argument(metavar="RUN.toml|STORE", help="Config of a run, or a store")],
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65_535, help="Port; 0 for a free one")] = 0,
+    diff: Annotated[Path | None, typer.Option(metavar="OTHER.toml", help="Run to compare with")] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on")] = "127.0.0.1",
     expose: Annotated[
         bool,
-        typer.Option("--expose", help="Listen beyond this machine: anyone with the address reads all documents."),
+        typer.Option("--expose", help="Allow access from other machines to all documents"),
     ] = False,
 ) -> None:
-    """Show a run or a store in a browser: batches, mixture, packing, documents, differences of two runs.
+    """Serve a run or store as local web pages.
 
-    It reads only: no file is written, and the page loads nothing from a network.
+    The pages show batches, mixture, packing, documents and the differences of two runs. No file is written, and the
+    pages load nothing from a network.
     """
     try:
         import uvicorn

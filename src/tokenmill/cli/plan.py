@@ -29,33 +29,44 @@ def plan(
     full: ui.Full = False,
     json: ui.AsJson = False,
     html: Annotated[
-        Path | None, typer.Option(metavar="OUT.html", help="Write tables, warnings and picture as a page.")
+        Path | None, typer.Option(metavar="OUT.html", help="HTML page to write, with tables and picture")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Write the picture of the run.")] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="OUT.svg", help="Picture of the run to write")] = None,
     to_native: ui.ToNative = False,
     world_size: ui.WorldSize = None,
     remote: Annotated[
         bool,
         typer.Option(
             "--remote",
-            help="Show what reading from object storage takes, for local stores as well, before an upload.",
+            help="Estimate the cost of reading from object storage",
+            rich_help_panel="Object storage",
         ),
     ] = False,
-    nodes: Annotated[int, typer.Option(help="With --remote: machines that train.", min=1)] = 1,
+    nodes: Annotated[
+        int, typer.Option(metavar="N", help="Machines that train", min=1, rich_help_panel="Object storage")
+    ] = 1,
     latency: Annotated[
-        float, typer.Option(metavar="MS", help="With --remote: from a request to its first byte.", min=0)
+        float,
+        typer.Option(
+            metavar="MS", help="Time to the first byte of a request", min=0, rich_help_panel="Object storage"
+        ),
     ] = 50.0,
-    bandwidth: Annotated[float, typer.Option(metavar="GBIT", help="With --remote: bandwidth of a machine.")] = 10.0,
+    bandwidth: Annotated[
+        float, typer.Option(metavar="GBIT", help="Bandwidth of a machine", rich_help_panel="Object storage")
+    ] = 10.0,
     request_price: Annotated[
         float,
-        typer.Option(metavar="USD", help="With --remote: price of 1,000 requests; default: S3 Standard.", min=0),
+        typer.Option(metavar="USD", help="Price of 1,000 requests", min=0, rich_help_panel="Object storage"),
     ] = 0.0004,
     gb_price: Annotated[
         float,
-        typer.Option(metavar="USD", help="With --remote: price of a GB; default: S3, within its region.", min=0),
+        typer.Option(metavar="USD", help="Price of a GB", min=0, rich_help_panel="Object storage"),
     ] = 0.0,
 ) -> None:
-    """Check a run before it starts: stages, shares, epochs, first repeats, costs. Reads masks, but no token."""
+    """Check a run and print what it trains on.
+
+    Reads lengths and masks, but no token.
+    """
     ui.check_file("--html", html)
     ui.check_file("--svg", svg)
     if to_native:
@@ -108,18 +119,19 @@ def _all_parts(report: RunReport, reading: ReadingReport | None) -> Iterator[Par
 
 
 def diff(
-    old: Annotated[Path, typer.Argument(metavar="RUN1.toml", help="Config of a run.")],
-    new: Annotated[Path, typer.Argument(metavar="RUN2.toml", help="Config of another.")],
+    old: Annotated[Path, typer.Argument(metavar="RUN1.toml", help="Config of a run")],
+    new: Annotated[Path, typer.Argument(metavar="RUN2.toml", help="Config of another run")],
     rows: Annotated[
         int,
-        typer.Option(metavar="N", min=1, help="Most rows to compare, before the first difference and after it."),
+        typer.Option(metavar="N", min=1, help="Maximum number of rows to compare"),
     ] = 1 << 22,
     world_size: ui.WorldSize = None,
     json: ui.AsJson = False,
 ) -> None:
-    """Find the first step at which two runs differ, the change that causes it, and how many rows differ.
+    """Find the first step at which two runs differ.
 
-    The exit code is 0 if all batches are the same, 1 if not, and 2 after an error. Reads no token.
+    Prints the change that causes it and the number of rows that differ. The exit code is 0 if all batches are the
+    same, 1 if not, and 2 after an error. Reads no token.
     """
     left, right = (ui.open_run(path, world_size) for path in (old, new))
     with ui.progress() as tell:
@@ -166,22 +178,26 @@ def _sentences(difference: Difference) -> Iterator[str]:
 
 def fork(
     run: ui.RunFile,
-    at: Annotated[int, typer.Option(metavar="STEP", help="First step at which the new run may differ.")],
+    at: Annotated[int, typer.Option(metavar="STEP", help="First step of the new run that may differ")],
     out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="NEW.toml", help="Config to write, with its state next to it.")
+        Path, typer.Option("--out", "-o", metavar="NEW.toml", help="Config to write, with a state next to it")
     ],
     name: Annotated[
-        str | None, typer.Option(help="Name of the stage that begins there; default: fork.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="Name of the new stage", show_default="fork")
     ] = None,
     weights: Annotated[
-        str | None, typer.Option(metavar="web=0.5,books=0.5", help="Weights of that stage; default: as before.")
+        str | None,
+        typer.Option(
+            metavar="WEIGHTS", help="Weights of the new stage, such as web=3,books=1", show_default="as before"
+        ),
     ] = None,
     world_size: ui.WorldSize = None,
     json: ui.AsJson = False,
 ) -> None:
-    """Start a new run from any step of another: write its config and its state.
+    """Start a new run from a step of another.
 
-    All batches before that step are the same; this is proven before anything is written.
+    Writes its config and state. All batches before that step are the same, which is checked before anything is
+    written.
     """
     opened = ui.open_run(run, world_size)
     fork = opened.fork(at=at, to=out, name=name, weights=None if weights is None else _weights(weights))
@@ -197,22 +213,23 @@ def fork(
 
 def quarantine(
     run: ui.RunFile,
-    file: Annotated[Path, typer.Option(metavar="URLS.txt", help="File with one value of the field per line.")],
+    file: Annotated[Path, typer.Option(metavar="PATH", help="File with one value of the field per line")],
     source: Annotated[
-        str | None, typer.Option(help="Name of the source; default: the only one.", show_default=False)
+        str | None, typer.Option(metavar="NAME", help="Name of the source", show_default="the only one")
     ] = None,
-    field: Annotated[str, typer.Option(help="Kept field that the values are of.")] = "url",
-    from_step: Annotated[int, typer.Option(metavar="N", min=0, help="First step without the documents.")] = 0,
-    reason: Annotated[str, typer.Option(help="Reason, for the config and the history.")] = "",
+    field: Annotated[str, typer.Option(metavar="NAME", help="Kept field of the values")] = "url",
+    from_step: Annotated[int, typer.Option(metavar="N", min=0, help="First step without the documents")] = 0,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason, for the config and the history")] = "",
     skip_missing: Annotated[
-        bool, typer.Option("--skip-missing", help="Write the edit although values are in no document.")
+        bool, typer.Option("--skip-missing", help="Ignore values that are in no document")
     ] = False,
     json: ui.AsJson = False,
 ) -> None:
-    """Put documents into quarantine by url, id or another kept field: edit RUN.toml.
+    """Remove documents from the rest of a run.
 
-    Writes their numbers to a file next to RUN.toml and adds a [[quarantine]] that names it. The exit code is 1 if a
-    value is in no document; nothing is written then.
+    Documents are named by url, id or another kept field. Their numbers are written to a file next to RUN.toml, and
+    a quarantine that names it is added to RUN.toml. If a value is in no document, nothing is written and the exit
+    code is 1.
     """
     from tokenmill.run.quarantine import quarantine as add
     from tokenmill.run.quarantine import read_values

@@ -90,7 +90,7 @@ def prepare(
     inputs: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="INPUT...",
+            metavar="INPUT",
             help="Files, globs, folders, hf:NAME[:CONFIG[:SPLIT]] or s3:// addresses",
             show_default=False,
         ),
@@ -105,7 +105,7 @@ def prepare(
         str,
         typer.Option(
             metavar="RECIPE",
-            help="text, chat, instruction, dpo, kto, grpo, ... or a .toml file",
+            help="Recipe, such as text or chat, or a TOML file",
             rich_help_panel="Input",
         ),
     ] = "text",
@@ -143,7 +143,7 @@ def prepare(
         str | None,
         typer.Option(
             metavar="ADDRESS",
-            help="Ray cluster: auto, HOST:PORT, ...",
+            help="Ray cluster, such as auto or HOST:PORT",
             show_default="a new one on this machine",
             rich_help_panel="Parallel",
         ),
@@ -180,7 +180,10 @@ def prepare(
     json: ui.AsJson = False,
     **values: Any,  # noqa: ANN401 - of `PrepareOptions`
 ) -> None:
-    """Turn files of text or records into a store. Run it again to go on after a crash, or to add new files."""
+    """Convert files of text or records to a store.
+
+    Run the same command again to resume after a crash, or to add new files.
+    """
     from tokenmill.build import plan_units, run_part
     from tokenmill.build.build import prepare as build
     from tokenmill.build.parts import asked_for
@@ -198,9 +201,10 @@ def prepare(
         else:
             with _executor(engine, address, workers) as executor:
                 how |= {"workers": workers, "executor": executor, "unit_timeout": unit_timeout}
+                how["progress"] = False if ui.is_quiet() else None
                 report = build(inputs or [], out=out, rebuild=rebuild, **how)
     except KeyboardInterrupt:
-        ui.errors.print("interrupted: run the same command again, and it goes on from here", style="bold yellow")
+        ui.print_note("interrupted; run the same command again to resume")
         raise typer.Exit(130) from None
     if json:
         ui.print_json(report.to_json())
@@ -323,21 +327,27 @@ def _show_prepared(report: PrepareReport) -> None:
 
 
 def import_(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Token files: a file, folder, glob or prefix.")],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="STORE", help="Folder of the store to write.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="Token files: a file, folder, glob or prefix")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="STORE", help="Folder of the store to write")],
     dtype: ui.Dtype = None,
     vocab_size: ui.VocabSize = None,
     eos_id: ui.EosId = None,
     bos_id: ui.BosId = None,
     format: ui.Format = None,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Tokenizer that made the ids, as for prepare; a copy is kept with the store.")
+        str | None,
+        typer.Option("--tokenizer", "-t", metavar="SPEC", help="Tokenizer that made the ids, as for prepare"),
     ] = None,
-    max_tokens_per_shard: Annotated[int | None, typer.Option(help="Tokens at which a new shard begins.")] = None,
+    max_tokens_per_shard: Annotated[
+        int | None, typer.Option(metavar="N", help="Maximum number of tokens per shard")
+    ] = None,
     rebuild: ui.Rebuild = False,
     json: ui.AsJson = False,
 ) -> None:
-    """Convert token files of another project to a store with checksums, and compare it with them."""
+    """Convert third-party token files to a store.
+
+    The store has checksums and is compared with the files.
+    """
     from tokenmill.store import ForeignOptions, import_store
     from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
 
@@ -381,13 +391,13 @@ def _show_imported(report: ImportReport) -> None:
 
 
 def export(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store, or token files.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a store, or token files")],
     to: Annotated[
-        str, typer.Option("--format", help="What to write: megatron, nanoset, npy, astrai-bin, astrai-h5 or hf.")
+        str, typer.Option("--format", metavar="NAME", help="megatron, nanoset, npy, astrai-bin, astrai-h5 or hf")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="New folder to write to.")],
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="DIR", help="New folder to write to")],
     drop_masks: Annotated[
-        bool, typer.Option("--drop-masks", help="Give up masks that the format has no place for.")
+        bool, typer.Option("--drop-masks", help="Drop masks that the format cannot hold")
     ] = False,
     dtype: ui.Dtype = None,
     vocab_size: ui.VocabSize = None,
@@ -395,7 +405,10 @@ def export(
     bos_id: ui.BosId = None,
     json: ui.AsJson = False,
 ) -> None:
-    """Write a store in the format of another project, and read it back with that project's own reader."""
+    """Write a store in a third-party format.
+
+    The files are read back with the reader of that project and compared with the store.
+    """
     from tokenmill.store import ForeignOptions, export_store
 
     with ui.progress() as tell:
@@ -423,15 +436,16 @@ def export(
 
 
 def upload(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a finished store.")],
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a finished store")],
     address: Annotated[
-        str, typer.Argument(metavar="ADDRESS", help="s3://BUCKET/PATH, gs://, az:// or file:///FOLDER; ?endpoint=.")
+        str, typer.Argument(metavar="ADDRESS", help="s3://BUCKET/PATH, gs://, az:// or file:///FOLDER")
     ],
     json: ui.AsJson = False,
 ) -> None:
-    """Copy a store to object storage: what is there already is verified, the rest is sent, the manifest last.
+    """Copy a store to object storage.
 
-    Credentials come from the environment. An upload that was interrupted goes on when it is run again.
+    Credentials come from the environment. Run the same command again to resume an interrupted upload: files that
+    exist are verified, the others are sent, and the manifest is sent last.
     """
     from tokenmill.store.remote.upload import upload
 

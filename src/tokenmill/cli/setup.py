@@ -17,14 +17,14 @@ from tokenmill.tables import is_address
 def init(
     stores: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[STORE]...", help="Stores to train on: folders or addresses.", show_default=False),
+        typer.Argument(metavar="STORE", help="Folders or addresses of stores to train on", show_default=False),
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", metavar="RUN.toml", help="File to write.")] = Path("run.toml"),
-    demo: Annotated[
-        bool, typer.Option("--demo", help="Write the demo corpus, a store and a run to the folder of --out.")
-    ] = False,
+    out: Annotated[Path, typer.Option("--out", "-o", metavar="RUN.toml", help="Config to write")] = Path(
+        "run.toml"
+    ),
+    demo: Annotated[bool, typer.Option("--demo", help="Write a demo corpus, its store and a run")] = False,
 ) -> None:
-    """Write a commented run.toml for your stores.
+    """Write a commented config for your stores.
 
     Steps, batch size and sequence length fit the size of the stores. Nothing is overwritten.
     """
@@ -76,9 +76,9 @@ def _make_demo(folder: Path) -> str:
 
 def doctor(
     json: ui.AsJson = False,
-    test: Annotated[bool, typer.Option("--test/--no-test", help="Build a small store and check a run.")] = True,
+    test: Annotated[bool, typer.Option("--test/--no-test", help="Build a small store and check a run")] = True,
 ) -> None:
-    """Print versions, folders and optional parts, and run a self-test.
+    """Print versions and folders, and run a self-test.
 
     Paste the output into a bug report. The exit code is 1 if something is wrong.
     """
@@ -121,9 +121,10 @@ def _as_dict(report: object) -> dict[str, object]:
 
 
 def warm(json: ui.AsJson = False) -> None:
-    """Compile all kernels for the CPU of this machine, before the first run needs them.
+    """Compile all kernels for the CPU of this machine.
 
-    For container images. NUMBA_CACHE_DIR chooses the folder; what is there already is not compiled again.
+    For container images, so that the first run does not have to. NUMBA_CACHE_DIR sets the folder. Kernels that
+    exist in it are not compiled again.
     """
     from tokenmill.run.warm import warm
 
