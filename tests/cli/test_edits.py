@@ -127,7 +127,18 @@ def test_a_fork_is_written_with_its_state_and_goes_on_from_there(tokenmill, run_
     """[M1.c, R1.a] Before the step the digests are those of the run; the state goes on right there."""
     new = run_toml.with_name("books.toml")
     done = tokenmill(
-        "fork", run_toml, "--at", 4, "--out", new, "--name", "more-books", "--weights", "web=1, books=3"
+        "fork",
+        run_toml,
+        "--at",
+        4,
+        "--out",
+        new,
+        "--name",
+        "more-books",
+        "--weights",
+        "web=1",
+        "--weights",
+        "books=3",
     )
     assert (done.code, done.err) == (0, "")
     assert (

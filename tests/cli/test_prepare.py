@@ -321,6 +321,31 @@ def test_roles_turns_and_the_system_are_said_on_the_command_line(tokenmill, tmp_
     )
 
 
+def test_lists_may_be_repeated_and_may_have_commas(tokenmill, tmp_path):
+    records = [{"text": "a", "id": n, "url": f"u{n}", "date": "1"} for n in range(3)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    for number, options in enumerate(
+        (["--keep", "id,url,date"], ["--keep", "id", "--keep", "url,date"], ["--keep", "id", "--keep", "url"])
+    ):
+        done = tokenmill("prepare", tmp_path / "a.jsonl", "--out", tmp_path / str(number), "--workers", 1, *options)
+        assert done.code == 0, done.err
+    kept = [open_store(tmp_path / str(number)).origin(1).kept for number in range(3)]
+    assert kept == [{"id": 1, "url": "u1", "date": "1"}] * 2 + [{"id": 1, "url": "u1"}]
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "tool", "content": "b"}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    shared = ("prepare", tmp_path / "chat.jsonl", "--recipe", "chat", "--chat-template", "chatml", "--workers", 1)
+    trained = []
+    for number, options in enumerate((["user=train,tool=train"], ["user=train", "--mask", "tool=train"])):
+        done = tokenmill(*shared, "--out", tmp_path / f"chat{number}", "--mask", *options)
+        assert done.code == 0, done.err
+        trained.append(
+            tokenmill("inspect", tmp_path / f"chat{number}", "--document", 0, "--json").json["parts"][0]["trained"]
+        )
+    assert trained[0] == trained[1]
+    twice = tokenmill(*shared, "--out", tmp_path / "twice", "--mask", "user=train", "--mask", "user=mask")
+    assert (twice.code, twice.err) == (2, "error: --mask: role set twice: 'user'; remove one\n")
+
+
 def test_records_without_the_fields_of_a_recipe_are_told_which_it_wants(tokenmill, folder, tmp_path):
     done = tokenmill(
         *("prepare", folder / "web.jsonl", "--recipe", "chat", "--chat-template", "chatml"),

@@ -227,6 +227,15 @@ Find = Annotated[
 ]
 
 
+def listed(texts: Sequence[str] | None) -> list[str]:
+    """Return the items of an option that may be repeated, each time with a list that has commas.
+
+    >>> listed(["id,url", "date"]), listed(None), listed([""])
+    (['id', 'url', 'date'], [], [])
+    """
+    return [item for text in texts or () if text for item in text.split(",")]
+
+
 def exit_code(error: Exception) -> int:
     """Return 2 for usage, a config, or a path that does not exist; 1 for anything that failed."""
     usage = (ConfigError, PlanError, MissingExtraError, FileNotFoundError, NotADirectoryError, IsADirectoryError)

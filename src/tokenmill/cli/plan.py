@@ -186,7 +186,7 @@ def fork(
         str | None, typer.Option(metavar="NAME", help="Name of the new stage", show_default="fork")
     ] = None,
     weights: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="WEIGHTS", help="Weights of the new stage, such as web=3,books=1", show_default="as before"
         ),
@@ -200,7 +200,7 @@ def fork(
     written.
     """
     opened = ui.open_run(run, world_size)
-    fork = opened.fork(at=at, to=out, name=name, weights=None if weights is None else _weights(weights))
+    fork = opened.fork(at=at, to=out, name=name, weights=_weights(weights) if weights else None)
     if json:
         ui.print_json(fork)
         return
@@ -273,10 +273,10 @@ def _show_quarantine(run: Path, field: str, edit: Quarantine) -> None:
         ui.print_line("nothing to add: all of them are in quarantine from that step on")
 
 
-def _weights(text: str) -> dict[str, float]:
+def _weights(texts: list[str]) -> dict[str, float]:
     """Read the weights of sources."""
     weights: dict[str, float] = {}
-    for part in text.split(","):
+    for part in ",".join(texts).split(","):
         name, _, number = (piece.strip() for piece in part.partition("="))
         try:
             weight = float(number)

@@ -38,7 +38,7 @@ def _parsers() -> dict[str, Callable[[Any], Any]]:
     """Return functions that read an option from its text on the command line."""
     return {
         "mask": _roles,
-        "keep": lambda text: tuple(text.split(",")) if text else (),
+        "keep": lambda texts: tuple(ui.listed(texts)),
         "delimiter": lambda text: "\t" if text == "\\t" else text,
     }
 
@@ -60,7 +60,7 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
         if described is None:
             continue
         name, kind = FLAGS.get(item.name, item.name), hints[item.name]
-        is_text = item.name in ("mask", "keep")  # parsed from text
+        is_list = item.name in ("mask", "keep")
         option = typer.Option(
             *([SWITCHES[name]] if name in SWITCHES else []),
             help=described.help,
@@ -68,8 +68,8 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
             rich_help_panel=described.group,
             show_default=described.shown or (item.default not in (None, (), False)),
         )
-        annotation = Annotated[str | None if is_text else kind, option]  # type: ignore[valid-type]
-        default = None if is_text else item.default
+        annotation = Annotated[list[str] | None if is_list else kind, option]  # type: ignore[valid-type]
+        default = None if is_list else item.default
         parameters.append(
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
         )
@@ -279,15 +279,20 @@ def _show(out: str, report: PrepareReport | UnitsReport | PartReport) -> None:
         _show_prepared(report)
 
 
-def _roles(text: str | None) -> dict[str, str] | None:
+def _roles(texts: list[str] | None) -> dict[str, str] | None:
     """Read `tool=train,user=mask`."""
-    if text is None:
+    if not texts:
         return None
+    text = ",".join(texts)
     pairs = [part.split("=", 1) for part in text.split(",")]
     if not all(len(pair) == 2 and all(word.strip() for word in pair) for pair in pairs):
         raise ConfigError(
             f"--mask: must be roles with train or mask, got {text!r}; for example tool=train,user=mask"
         )
+    roles = [role.strip() for role, _ in pairs]
+    twice = next((role for role in roles if roles.count(role) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"--mask: role set twice: {twice!r}; remove one")
     return {role.strip(): action.strip() for role, action in pairs}
 
 
