@@ -203,9 +203,9 @@ def prepare(
                 how |= {"workers": workers, "executor": executor, "unit_timeout": unit_timeout}
                 how["progress"] = False if ui.is_quiet() else None
                 report = build(inputs or [], out=out, rebuild=rebuild, **how)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):  # by Ctrl-C, by SIGTERM
         ui.print_note("interrupted; run the same command again to resume")
-        raise typer.Exit(130) from None
+        raise
     if json:
         ui.print_json(report.to_json())
     else:
