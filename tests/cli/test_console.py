@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -214,3 +215,61 @@ def test_a_level_that_there_is_not_is_an_error_of_one_line(monkeypatch):
     expected = "TOKENMILL_LOG: expected one of debug, info, warning, error, got 'inof'; did you mean 'info'?"
     assert done.returncode != 0
     assert (done.stdout, done.stderr) == ("", f"error: {expected}\n")
+
+
+# --quiet and --verbose
+
+
+@pytest.mark.parametrize(
+    ("variable", "flag", "told"),
+    [
+        ("", "", ["stands at"]),
+        ("", "-v", ["plan", "stands at"]),
+        ("error", "-v", ["plan", "stands at"]),
+        ("debug", "", ["plan", "stands at"]),
+        ("debug", "-q", []),
+        ("error", "", []),
+    ],
+)
+def test_the_flags_override_the_variable(run_toml, monkeypatch, variable, flag, told):
+    monkeypatch.setenv("TOKENMILL_LOG", variable)
+    command = [sys.executable, "-m", "tokenmill", "batches", run_toml, "--steps", ":2", *filter(None, [flag])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert len(done.stdout.splitlines()) == 2
+    assert [words for words in ("plan", "stands at") if f"\n{words} " in f"\n{done.stderr}"] == told
+
+
+def test_the_level_is_that_of_one_command(tokenmill, run_toml):
+    batches = ("batches", run_toml, "--steps", ":2")
+    plain = tokenmill(*batches)
+    assert tokenmill(*batches, "-q").err == ""
+    assert tokenmill(*batches) == plain
+    assert "stands at step 2" in plain.err
+
+
+def test_quiet_leaves_out_warnings_and_keeps_results_and_errors(tokenmill, tmp_path):
+    chat = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * 99}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(chat) + "\n")
+    options = ("--recipe", "chat", "--chat-template", "chatml", "--max-seq-len", 60, "--workers", 1)
+    prepare = ("prepare", tmp_path / "chat.jsonl", *options)
+    assert "warning: " in tokenmill(*prepare, "--out", tmp_path / "a").err
+    done = tokenmill(*prepare, "--out", tmp_path / "b", "--quiet")
+    assert (done.code, done.err) == (0, "")
+    assert "cut to max_seq_len" in done.out
+    again = tokenmill(*prepare, "--out", tmp_path / "b", "--quiet", "--on-long", "drop")
+    assert again.code != 0
+    assert again.err.startswith("error: ")
+    both = tokenmill("plan", "a.toml", "-q", "-v")
+    assert (both.code, both.err) == (2, "error: --quiet cannot be combined with --verbose; remove one\n")
+
+
+def test_quiet_shows_no_progress(capsys, monkeypatch):
+    monkeypatch.setattr("tokenmill.cli.console.LINE_SECONDS", 0.0)
+    logger = logging.getLogger("tokenmill")
+    for level, shown in ((logging.ERROR, False), (logging.WARNING, True)):
+        monkeypatch.setattr(logger, "level", level)
+        logger.setLevel(level)
+        with busy("compiling the plan"), progress() as tell:
+            time.sleep(0.02)
+            tell("verify", 1, 2)
+        assert ("verify: 1 of 2, 50%" in capsys.readouterr().err) == shown
