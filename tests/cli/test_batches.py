@@ -68,7 +68,7 @@ def test_without_digest_the_tokens_are_counted(tokenmill, run_toml):
         f"{step}\t{'base' if step < 6 else 'late'}\t{128 if step < 6 else 64} tokens, {trained[step]:,} trained"
         for step in range(10)
     ]
-    assert done.err == "stands at step 10 of 10\n"
+    assert done.err == "now at step 10 of 10\n"
 
 
 @pytest.mark.parametrize(

@@ -223,10 +223,10 @@ def test_a_level_that_there_is_not_is_an_error_of_one_line(monkeypatch):
 @pytest.mark.parametrize(
     ("variable", "flag", "told"),
     [
-        ("", "", ["stands at"]),
-        ("", "-v", ["plan", "stands at"]),
-        ("error", "-v", ["plan", "stands at"]),
-        ("debug", "", ["plan", "stands at"]),
+        ("", "", ["now at"]),
+        ("", "-v", ["plan", "now at"]),
+        ("error", "-v", ["plan", "now at"]),
+        ("debug", "", ["plan", "now at"]),
         ("debug", "-q", []),
         ("error", "", []),
     ],
@@ -236,7 +236,7 @@ def test_the_flags_override_the_variable(run_toml, monkeypatch, variable, flag, 
     command = [sys.executable, "-m", "tokenmill", "batches", run_toml, "--steps", ":2", *filter(None, [flag])]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert len(done.stdout.splitlines()) == 2
-    assert [words for words in ("plan", "stands at") if f"\n{words} " in f"\n{done.stderr}"] == told
+    assert [words for words in ("plan", "now at") if f"\n{words} " in f"\n{done.stderr}"] == told
 
 
 def test_the_level_is_that_of_one_command(tokenmill, run_toml):
@@ -244,7 +244,7 @@ def test_the_level_is_that_of_one_command(tokenmill, run_toml):
     plain = tokenmill(*batches)
     assert tokenmill(*batches, "-q").err == ""
     assert tokenmill(*batches) == plain
-    assert "stands at step 2" in plain.err
+    assert "now at step 2" in plain.err
 
 
 def test_quiet_leaves_out_warnings_and_keeps_results_and_errors(tokenmill, tmp_path):
@@ -260,7 +260,7 @@ def test_quiet_leaves_out_warnings_and_keeps_results_and_errors(tokenmill, tmp_p
     assert again.code != 0
     assert again.err.startswith("error: ")
     both = tokenmill("plan", "a.toml", "-q", "-v")
-    assert (both.code, both.err) == (2, "error: --quiet cannot be combined with --verbose; remove one\n")
+    assert (both.code, both.err) == (2, "error: --quiet: cannot be combined with --verbose; remove one\n")
 
 
 def test_quiet_shows_no_progress(capsys, monkeypatch):

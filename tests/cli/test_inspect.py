@@ -477,7 +477,7 @@ def test_pairs_are_counted_and_audited_array_by_array(tokenmill, tmp_path):
         ("longest chosen", str(chosen)),
         ("longest rejected", str(rejected)),
     ]
-    assert re.search(rf"^tokens a record +{chosen + rejected} *$", shown, re.MULTILINE)
+    assert re.search(rf"^tokens per record +{chosen + rejected} *$", shown, re.MULTILINE)
     assert re.findall(r"^Lengths of (\w+)", shown, re.MULTILINE) == ["chosen", "rejected"]
 
 
@@ -693,7 +693,7 @@ def test_view_names_a_port_that_is_taken_or_that_there_is_not(tokenmill, run_tom
         "leave it out, and a free one is taken\n"
     )
     wrong = tokenmill("view", run_toml, "--port", 99_999)
-    assert (wrong.code, wrong.err.partition(": Input")[0]) == (2, "error: Invalid value for '--port'")
+    assert (wrong.code, wrong.err.partition(": Input")[0]) == (2, "error: invalid value for '--port'")
     host = tokenmill("view", run_toml, "--host", "no such host", "--expose")
     assert host.err.startswith("error: --host: must be an address of this machine, got 'no such host' (")
 

@@ -49,7 +49,7 @@ def test_plan_tells_what_is_not_counted_and_how_many_lanes_there_are(tokenmill, 
 def test_batches_resume_from_a_file_at_any_world_size_and_tell_what_was_left_out(tokenmill, live_toml, tmp_path):
     whole = tokenmill("batches", live_toml, "--digest")
     assert len(whole.lines) == 6
-    assert whole.err == "left out of web: json 1\n"
+    assert whole.err == "skipped in web: json 1\n"
     state = tmp_path / "state.json"
     first = tokenmill("batches", live_toml, "--digest", "--world-size", "2", "--steps", ":3", "--state", state)
     rest = tokenmill("batches", live_toml, "--digest", "--world-size", "4", "--state", state)

@@ -654,8 +654,8 @@ def test_plan_tells_what_object_storage_would_take(tokenmill, run_toml):
     ]
     assert all(line["dollars"] == line["requests"] > 0 for line in told["readings"])
     text = tokenmill("plan", run_toml, "--full", "--remote").out
-    assert "Object storage, a stage" in text
-    assert "Object storage, an epoch" in text
+    assert "Object storage, per stage" in text
+    assert "Object storage, per epoch" in text
     assert "defaults: S3 Standard, read within its region" in text
 
 
@@ -684,11 +684,15 @@ def test_tokens_in_place_of_steps_are_told_in_both(tokenmill, run_toml):
 def test_plan_tells_of_labels_segments_and_ranks(tokenmill, run_toml):
     """What is not asked for has no column."""
     plain = tokenmill("plan", run_toml, "--full").out
-    assert not any(words in plain for words in ("labels an input", "segments filled up to", "Waiting of ranks"))
+    assert not any(
+        words in plain for words in ("labels per input", "segments padded to", "Step time with waiting ranks")
+    )
     keys = 'horizon = 3\nsegment_multiple = 4\nbalance = "attention"\n'
     run_toml.write_text(run_toml.read_text().replace("seq_len = 16\n", f"seq_len = 16\n{keys}"))
     told = tokenmill("plan", run_toml, "--full")
-    assert all(words in told.out for words in ("labels an input", "segments filled up to", "Waiting of ranks"))
+    assert all(
+        words in told.out for words in ("labels per input", "segments padded to", "Step time with waiting ranks")
+    )
     found = tokenmill("plan", run_toml, "--json").json
     assert (found["horizon"], found["segment_multiple"], found["fim"]) == (3, 4, {})
     assert [(line["stage"], line["ranks"]) for line in found["imbalance"]] == [

@@ -168,7 +168,7 @@ def tokens(tmp_path):
 def test_files_become_a_store_that_is_verified(tokenmill, tmp_path, tokens):
     done = tokenmill("import", tmp_path / "a.npy", "--out", tmp_path / "ours", "--eos-id", 0)
     assert (done.code, done.err) == (0, "")
-    assert re.search(r"compared +500 numbers, all as in the files", done.out)
+    assert re.search(r"compared +500 numbers, all equal to the files", done.out)
     store = open_store(tmp_path / "ours")
     assert store.fetch(0, 500, "sequence").tolist() == tokens.tolist()
     assert store.num_documents == 10
@@ -296,7 +296,7 @@ def test_upload_copies_a_store_and_says_what_it_sent(tokenmill, folder, tmp_path
     assert first["sent_files"] == first["files"] > 2
     again = tokenmill("upload", store, address)
     assert "0 files" in again.out
-    assert "all, as read back" in again.out
+    assert "all files, by reading them back" in again.out
     here, there = (json.loads((path / "manifest.json").read_bytes()) for path in (store, tmp_path / "remote"))
     assert there.pop("page_sums")
     assert here.pop("checksum") != there.pop("checksum")
@@ -361,7 +361,7 @@ def test_records_without_the_fields_of_a_recipe_are_told_which_it_wants(tokenmil
 
 def test_without_a_tokenizer_the_report_says_that_ids_are_bytes(tokenmill, folder, tmp_path):
     done = tokenmill("prepare", folder / "web.jsonl", "--out", tmp_path / "web", "--workers", 1)
-    assert "bytes: one id a byte; --tokenizer names that of a model" in done.out
+    assert "bytes: one id per byte; set --tokenizer for that of a model" in done.out
 
 
 def test_the_help_has_every_option_once_in_its_group(tokenmill, monkeypatch):

@@ -19,18 +19,18 @@ def lines_of(table: Table, width: int) -> list[str]:
 
 def test_numbers_are_right_and_texts_left_under_headers_that_wrap_between_words():
     table = Table(
-        title="T", columns=("name", "rows an epoch", "at"), rows=[("web", 1234, "step 5"), ("b", None, "–")]
+        title="T", columns=("name", "rows per epoch", "at"), rows=[("web", 1234, "step 5"), ("b", None, "–")]
     )
     assert lines_of(table, 80) == [
-        "name  rows an epoch  at",
-        "web           1,234  step 5",
-        "b                 –  –",
+        "name  rows per epoch  at",
+        "web            1,234  step 5",
+        "b                  –  –",
     ]
-    assert lines_of(table, 22) == [
-        "       rows an",
-        "name     epoch  at",
-        "web      1,234  step 5",
-        "b            –  –",
+    assert lines_of(table, 24) == [
+        "        rows per",
+        "name       epoch  at",
+        "web        1,234  step 5",
+        "b              –  –",
     ]
 
 

@@ -320,8 +320,8 @@ def test_the_rows_of_an_epoch_say_of_which_length_they_are(write, tmp_path):
     first, second = run.plan().stages
     assert facts["a"].rows == second.counted("a").num_rows != first.counted("a").num_rows
     (table,) = [table for table in plan_tables(run.report()) if table.title == "Sources"]
-    column = table.columns.index("of seq_len")
-    assert table.columns[column - 1] == "rows an epoch"
+    column = table.columns.index("at seq_len")
+    assert table.columns[column - 1] == "rows per epoch"
     assert [row[column] for row in table.rows] == [20, 16]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
+import numpy as np
 import typer
 
 from tokenmill.cli import console as ui
@@ -115,7 +116,7 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None, *,
         _print_counters(loaders)
     _show_skipped(loaders)
     if not digest and not json:
-        ui.print_note(f"stands at step {loaders[0].step} of {plan.steps}")
+        ui.print_note(f"now at step {loaders[0].step} of {plan.steps}")
 
 
 def _print_counters(loaders: list[Loader]) -> None:
@@ -133,7 +134,7 @@ def _show_skipped(loaders: list[Loader]) -> None:
         for source, lanes in loader.lanes.items():
             counts.update({(source, reason): number for reason, number in lanes.skipped.counts.items()})
     for (source, reason), number in sorted(counts.items()):
-        ui.print_note(f"left out of {source}: {reason} {number:,}")
+        ui.print_note(f"skipped in {source}: {reason} {number:,}")
 
 
 def _state(loaders: list[Loader]) -> dict[str, Any]:
@@ -264,7 +265,7 @@ def _recognised(store: Store, source: str, slot: int, span: Span, decoder: Token
     text = ", ".join(f"{name}={value}" for name, value in origin.kept.items())
     if decoder is not None:
         bos = store.manifest.tokenizer.get("bos_id")
-        start = "" if bos is None else decoder.decode([int(bos)])
+        start = "" if bos is None else decoder.decode(np.array([bos]))
         text = " ".join(excerpt(store, span, decoder, EXCERPT).removeprefix(start).split())
     return {"slot": slot, "source": source, "document": span.document, "from": str(origin), "text": text}
 

@@ -108,7 +108,7 @@ def with_loudness(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(*, quiet: bool, verbose: bool, **values: Any) -> None:  # noqa: ANN401 - those of the command
         if quiet and verbose:
-            raise ConfigError("--quiet cannot be combined with --verbose; remove one")
+            raise ConfigError("--quiet: cannot be combined with --verbose; remove one")
         if quiet or verbose:
             set_log_level("error" if quiet else "debug")
         command(**values)
@@ -500,8 +500,8 @@ def show_table(data: Table, below: Sequence[Sequence[str]] = ()) -> None:
 
     `below` has texts for each row, which are printed below it.
     """
-    for line in wrapped(without_secrets(printable(data.title)), console.width) if data.title else ():
-        console.print(Text(line, "bold"), soft_wrap=True, highlight=False)
+    for text in wrapped(without_secrets(printable(data.title)), console.width) if data.title else ():
+        console.print(Text(text, "bold"), soft_wrap=True, highlight=False)
     header = tuple(data.columns) != FACTS
     for number, lines in enumerate(table_lines(data, console.width)):
         for line in lines:

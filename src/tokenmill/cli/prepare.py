@@ -306,7 +306,7 @@ def _show_prepared(report: PrepareReport) -> None:
         news = f"{report.new_files} files, {report.new_documents:,} documents, {report.new_tokens:,} tokens"
         rows.append(("new", news if report.new_files else "nothing: all files are in the store already"))
     if report.resumed_units:
-        rows.append(("went on with", f"{report.resumed_units} of {report.units} units done before"))
+        rows.append(("resumed", f"{report.resumed_units} of {report.units} units were done before"))
     rows += [("documents", report.documents), ("tokens", report.tokens), ("shards", report.shards)]
     if report.new_files:
         rows.append(("text", ui.megabytes(report.text_bytes)))
@@ -315,12 +315,12 @@ def _show_prepared(report: PrepareReport) -> None:
         rows.append(("skipped", _counts(report.skipped) or "none"))
         rows += [("cut to max_seq_len", report.truncated)] if report.truncated else []
         rows += [("note", _counts(report.notes))] if report.notes else []
-        rate = f"{report.megabytes_per_second:,.1f} MB of text a second"
+        rate = f"{report.megabytes_per_second:,.1f} MB of text per second"
         opening = f"{report.opening_seconds:.1f} s of it opening the tokenizer"
         rows.append(("time", f"{report.seconds:.1f} s, {opening}; then {rate}"))
     # What --tokenizer names if it is left out, which a newcomer may do unaware.
     engine = (
-        "bytes: one id a byte; --tokenizer names that of a model" if report.engine == "bytes" else report.engine
+        "bytes: one id per byte; set --tokenizer for that of a model" if report.engine == "bytes" else report.engine
     )
     rows += [("BOS and EOS", report.framing), ("tokenizer engine", engine)]
     rows.append(("fingerprint", report.fingerprint))
@@ -389,7 +389,7 @@ def _show_imported(report: ImportReport) -> None:
         ("tokens", report.tokens),
         ("shards", report.shards),
         ("arrays", ", ".join(f"{key} {dtype}" for key, dtype in report.keys.items())),
-        ("compared", f"{report.compared:,} numbers, all as in the files"),
+        ("compared", f"{report.compared:,} numbers, all equal to the files"),
         ("fingerprint", report.fingerprint),
     ]
     ui.show_table(ui.facts_table(f"Store {report.out}", rows))
@@ -434,7 +434,10 @@ def export(
         ("tokens", report.tokens),
         ("files", report.files),
         ("arrays", ", ".join(report.keys)),
-        ("read back", f"{report.compared:,} numbers, with {' and '.join(report.read_back)}: all as in the store"),
+        (
+            "read back",
+            f"{report.compared:,} numbers, with {' and '.join(report.read_back)}: all equal to the store",
+        ),
         *(("note", note) for note in report.notes),
     ]
     ui.show_table(ui.facts_table(f"Export {report.out}", rows))
@@ -462,8 +465,8 @@ def upload(
     rows: list[tuple[str, object]] = [
         ("files", report.files),
         ("bytes", ui.megabytes(report.bytes)),
-        ("sent", f"{report.sent_files:,} files, {ui.megabytes(report.sent_bytes)}; the others were there"),
-        ("proven", "all, as read back"),
+        ("sent", f"{report.sent_files:,} files, {ui.megabytes(report.sent_bytes)}; the others existed"),
+        ("verified", "all files, by reading them back"),
         ("fingerprint", report.fingerprint),
     ]
     ui.show_table(ui.facts_table(f"Store {report.address}", rows))

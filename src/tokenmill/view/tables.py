@@ -108,8 +108,8 @@ def plan_tables(report: RunReport) -> Iterator[Table]:
         )
     if report.imbalance:
         yield Table(
-            title="Waiting of ranks: how often as long as without",
-            columns=("stage", "ranks", "rows in order", "rows dealt by cost"),
+            title="Step time with waiting ranks, relative to equal work",
+            columns=("stage", "ranks", "rows in order", "rows by cost"),
             rows=[(i.stage, i.ranks, round(i.in_order, 3), round(i.dealt, 3)) for i in report.imbalance],
         )
     yield _costs(report.costs)
@@ -145,9 +145,9 @@ _DEFAULTS = {
     "ramp until": None,
     "tokens before": 0,
     "lr_scale": 1,
-    "labels an input": 1,
-    "segments filled up to": 1,
-    "cut for its middle": None,
+    "labels per input": 1,
+    "segments padded to": 1,
+    "fill-in-the-middle": None,
     "lanes": None,
     "held out": 0,
     "every": None,
@@ -179,8 +179,8 @@ def _stages(report: RunReport) -> Table:
             ("tokens before", [s.start_tokens for s in stages]),
             ("batch", [batch_size(s) for s in stages]),
             ("seq_len", [s.seq_len for s in stages]),
-            ("labels an input", [report.horizon for _ in stages]),
-            ("segments filled up to", [report.segment_multiple for _ in stages]),
+            ("labels per input", [report.horizon for _ in stages]),
+            ("segments padded to", [report.segment_multiple for _ in stages]),
             ("lr_scale", [s.lr_scale for s in stages]),
             ("rows", [s.rows for s in stages]),
             ("tokens", [s.tokens for s in stages]),
@@ -243,10 +243,10 @@ def _sources(report: RunReport) -> Table:
         "Sources",
         [
             ("source", [s.name for s in sources]),
-            ("rows an epoch", ["live" if s.rows is None else s.rows for s in sources]),
-            ("of seq_len", [s.seq_len for s in sources]),
+            ("rows per epoch", ["live" if s.rows is None else s.rows for s in sources]),
+            ("at seq_len", [s.seq_len for s in sources]),
             ("lanes", [s.lanes for s in sources]),
-            ("cut for its middle", [report.fim.get(s.name) for s in sources]),
+            ("fill-in-the-middle", [report.fim.get(s.name) for s in sources]),
             ("rows drawn", [s.drawn for s in sources]),
             ("of them skipped", [s.skipped for s in sources]),
             ("epochs", [_rounded(s.epochs) for s in sources]),
@@ -320,8 +320,8 @@ def reading_tables(report: ReadingReport) -> Iterator[Table]:
     shuffles = [f"{r.shuffle}, as planned" if r.is_planned else r.shuffle for r in lines]
     names = [("stage", [r.stage for r in lines]), ("source", [r.source for r in lines]), ("shuffle", shuffles)]
     for title, readings in (
-        ("Object storage, a stage", lines),
-        ("Object storage, an epoch", [r.an_epoch for r in lines]),
+        ("Object storage, per stage", lines),
+        ("Object storage, per epoch", [r.an_epoch for r in lines]),
     ):
         yield _columns(
             title,
@@ -329,8 +329,8 @@ def reading_tables(report: ReadingReport) -> Iterator[Table]:
                 *names,
                 ("requests", [r.requests for r in readings]),
                 ("bytes", [megabytes(r.bytes) for r in readings]),
-                ("a request", [megabytes(round(r.mean_request_bytes)) for r in lines]),
-                ("mirror a node", [megabytes(r.mirror_bytes) if r.mirror_bytes else "–" for r in lines]),
+                ("per request", [megabytes(round(r.mean_request_bytes)) for r in lines]),
+                ("mirror per node", [megabytes(r.mirror_bytes) if r.mirror_bytes else "–" for r in lines]),
                 ("hours", [_rounded(r.seconds / 3600) for r in readings]),
                 ("$", [_rounded(r.dollars) for r in readings]),
             ],
@@ -377,7 +377,7 @@ def _facts(store: StoreContents) -> list[tuple[str, object]]:
         ("kind", store.kind),
         (f"{item}s", store.documents),
         ("tokens", store.tokens),
-        (f"tokens a {item}", round(store.tokens / max(1, store.documents), 1)),
+        (f"tokens per {item}", round(store.tokens / max(1, store.documents), 1)),
         *(
             ("longest document" if key == "sequence" else f"longest {key.removesuffix('s')}", longest)
             for key, longest in store.longest.items()
