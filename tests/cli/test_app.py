@@ -176,10 +176,16 @@ def test_a_failure_is_1_and_wrong_usage_or_a_missing_path_is_2(tokenmill, folder
         assert tokenmill(*arguments).code == 1, arguments
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("prepare", "--help"), ("--version",)])
-def test_a_reader_that_leaves_is_no_error(arguments):
-    command = " ".join((str(ENTRY), *arguments))
-    done = subprocess.run(
-        ["bash", "-c", f"set -o pipefail; {command} | true"], capture_output=True, text=True, check=False
-    )
+@pytest.mark.parametrize("reader", ["true", "head -1 > /dev/null"])
+@pytest.mark.parametrize(
+    "arguments", ["--help", "prepare --help", "--version", "plan run.toml --full", "what run.toml 5"]
+)
+def test_a_reader_that_leaves_is_no_error(folder, arguments, reader):
+    command = f"set -o pipefail; {ENTRY} {arguments} | {reader}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_file_that_is_not_there_is_named_with_exit_code_2(tokenmill, run_toml):
+    done = tokenmill("quarantine", run_toml, "--file", "no.txt")
+    assert (done.code, done.err) == (2, "error: file not found: no.txt; fix the path\n")

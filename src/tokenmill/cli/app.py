@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -130,11 +131,7 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        if error.errno in FULL:
-            why = os.strerror(error.errno).lower()
-            _fail(f"{error.filename}: {why}; free some space, then run the same command again", 1)
-        why = f"the system must allow its use, got {error.strerror}; fix the path or its rights"
-        _fail(f"{error.filename}: {why}", ui.exit_code(error))
+        _fail(*_path_problem(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(130)
     except Exception as error:
@@ -189,7 +186,11 @@ def _refuse_usage(error: Any) -> NoReturn:  # noqa: ANN401 - typer has no public
 
 
 def _possibility(error: Any) -> str:  # noqa: ANN401 - typer has no public name for it
-    """Return the known option that is nearest to an unknown one."""
+    """Return the known option or command that is nearest to an unknown one."""
+    unknown_command = re.match(r"No such command '(.*?)'", error.message)
+    if unknown_command:
+        names = getattr(typer.main.get_command(app), "commands", {})
+        return next((f"'{name}'" for name in get_close_matches(unknown_command[1], names, 1)), "")
     known = getattr(error, "possibilities", None) or ()
     return next(iter(get_close_matches(getattr(error, "option_name", ""), known, 1)), "")
 
@@ -197,16 +198,25 @@ def _possibility(error: Any) -> str:  # noqa: ANN401 - typer has no public name 
 def _sentence(message: str, possibility: str, help_command: str) -> str:
     """Return a message of typer in our words: what is wrong, then the way out.
 
-    >>> _sentence("No such command 'pla'. Did you mean 'plan', 'fork'?", "", "tokenmill --help")
+    >>> _sentence("No such command 'pla'. Did you mean 'plan', 'fork'?", "'plan'", "tokenmill --help")
     "no such command 'pla'; did you mean 'plan'?"
     >>> _sentence("Missing option '--out' / '-o'.", "", "tokenmill prepare --help")
     "missing option '--out' / '-o'; see tokenmill prepare --help"
     """
-    wrong, _, known = message.partition(" Did you mean ")
-    possibility = possibility or known.rstrip("?").partition(", ")[0]
-    wrong = wrong.partition(" (Possible options")[0].partition(" Did you mean:")[0].rstrip(".")
+    wrong = re.split(r"\.? \(?(?:Did you mean|Possible options)", message)[0].rstrip(".")
     hint = f"did you mean {possibility}?" if possibility else f"see {help_command}" if help_command else ""
     return "; ".join(filter(None, (wrong[:1].lower() + wrong[1:], hint)))
+
+
+def _path_problem(error: OSError) -> tuple[str, int]:
+    """Return what is wrong with a path, and the exit code."""
+    if isinstance(error, FileNotFoundError):
+        return f"file not found: {error.filename}; fix the path", 2
+    if error.errno in FULL:
+        reason = os.strerror(error.errno).lower()
+        return f"{error.filename}: {reason}; free some space, then run the same command again", 1
+    reason = f"the system must allow its use, got {error.strerror}; fix the path or its rights"
+    return f"{error.filename}: {reason}", ui.exit_code(error)
 
 
 def _fail(message: str, code: int) -> NoReturn:
