@@ -41,6 +41,8 @@ def test_plan_tells_what_is_not_counted_and_how_many_lanes_there_are(tokenmill, 
     }
     assert told["shares"][0]["counted"] is False
     assert "live text" in (tmp_path / "x.svg").read_text()
+    summary = tokenmill("plan", live_toml)
+    assert (summary.code, sum(line.startswith("web ") for line in summary.lines)) == (0, 1)
     shown = tokenmill("plan", live_toml, "--full")
     assert (shown.code, shown.err) == (0, "")
     assert any(line.split()[:2] == ["web", "live"] and "4" in line.split() for line in shown.lines)

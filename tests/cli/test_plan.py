@@ -134,6 +134,8 @@ def test_what_is_said_of_a_stage_is_what_its_batches_hold(tokenmill, tmp_path, r
     assert {s["name"]: s["tokens"] for s in facts["stages"]} == {name: room for name, (room, _) in totals.items()}
     assert {s["stage"]: [s["tokens"], s["trained"]] for s in facts["shares"]} == totals
     assert all(s["tokens"] == s["trained"] + s["unlabelled"] + s["padding"] for s in facts["shares"])
+    summary = tokenmill("plan", tmp_path / "run.toml").lines
+    assert [line.split()[0] for line in summary[2:4]] == ["one", "two"]
     shown = tokenmill("plan", tmp_path / "run.toml", "--full").out
     for share in facts["shares"]:
         cells = [share["rows"], share["trained"], share["unlabelled"], share["padding"]]

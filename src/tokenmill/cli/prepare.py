@@ -191,18 +191,26 @@ def prepare(
     _check_mode(inputs, plan_only=plan_only, part=part, publish=publish, engine=engine, address=address)
     options = _options_of(values)
     how: dict[str, Any] = {"tokenizer": tokenizer, "recipe": recipe, "staging": staging, "options": options}
+    progress = False if ui.is_quiet() else None
     report: PrepareReport | UnitsReport | PartReport
     try:
         if part is not None:
             asked = asked_for(inputs, tokenizer, recipe, options) if inputs else None
-            report = run_part(out, part, workers=workers, staging=staging, unit_timeout=unit_timeout, asked=asked)
+            report = run_part(
+                out,
+                part,
+                workers=workers,
+                progress=progress,
+                staging=staging,
+                unit_timeout=unit_timeout,
+                asked=asked,
+            )
         elif plan_only:
             report = plan_units(inputs or [], out=out, rebuild=rebuild, **how)
         else:
             with _executor(engine, address, workers) as executor:
                 how |= {"workers": workers, "executor": executor, "unit_timeout": unit_timeout}
-                how["progress"] = False if ui.is_quiet() else None
-                report = build(inputs or [], out=out, rebuild=rebuild, **how)
+                report = build(inputs or [], out=out, rebuild=rebuild, progress=progress, **how)
     except (KeyboardInterrupt, SystemExit):  # by Ctrl-C, by SIGTERM
         ui.print_note("interrupted; run the same command again to resume")
         raise

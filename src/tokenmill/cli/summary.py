@@ -22,7 +22,7 @@ Part: TypeAlias = "Table | tuple[str, str]"
 MAX_ROWS = 6
 """Stages, sources or evals that a summary lists."""
 MAX_SHARES = 4
-"""Sources of a stage that are named."""
+"""Sources of a stage or step that are named."""
 MAX_WARNINGS = 3
 MAX_DOCUMENTS = 16
 EXACT = 10_000_000
@@ -99,8 +99,9 @@ def _stages(report: RunReport, title: str) -> Table:
 
 def _mixture(shares: Sequence[SourceShare]) -> str:
     drawn = sorted((share for share in shares if share.rows), key=lambda share: -share.rows)
-    texts = [f"{share.source} {100 * share.realised:.3g}%" for share in drawn[:MAX_SHARES]]
-    return ", ".join([*texts, *([f"{len(drawn) - len(texts)} more"] if drawn[MAX_SHARES:] else [])]) or "–"
+    if len(drawn) > MAX_SHARES:
+        return f"{len(drawn):,} sources"
+    return ", ".join(f"{share.source} {100 * share.realised:.3g}%" for share in drawn) or "–"
 
 
 def _percent(part: int, whole: int) -> str:
@@ -174,8 +175,8 @@ def step_parts(
 ) -> Iterator[Part]:
     """Yield what a step holds: how many rows of which source, and its first documents with their texts."""
     counts = Counter(use.source for use in uses)
-    sources = ", ".join(f"{name} {count:,}" for name, count in counts.most_common(MAX_ROWS))
-    others = f", {len(counts) - MAX_ROWS:,} more" if len(counts) > MAX_ROWS else ""
+    sources = ", ".join(f"{name} {count:,}" for name, count in counts.most_common(MAX_SHARES))
+    others = f", {len(counts) - MAX_SHARES:,} more" if len(counts) > MAX_SHARES else ""
     spans = sum(len(use.spans) for use in uses)
     title = (
         f"Step {step:,}, stage {stage!r}: {len(uses):,} rows of {seq_len:,} tokens "
