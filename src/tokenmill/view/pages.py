@@ -1,4 +1,4 @@
-"""The views as HTML; `text_of` escapes every text, because documents, names and paths are untrusted."""
+"""The views as HTML, in which every text goes through `text_of`: documents, names and paths are hostile."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def link(view: str, words: str, current: str = "", /, **parameters: object) -> s
 
 
 def shell(name: str, views: Sequence[str], view: str, body: str) -> str:
-    """Return a whole page around the body of a view, with links to the other views."""
+    """Return a whole page around the body of a view, with links to others."""
     choice = "".join(f"<li>{link(each, each.capitalize(), view)}</li>" for each in views)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>tokenmill: {text_of(name)}</title>'
@@ -65,7 +65,7 @@ def shell(name: str, views: Sequence[str], view: str, body: str) -> str:
 
 
 def problem(message: str, step: int | None = None) -> str:
-    """Return the body of a page for an error; if a step cannot be shown, with links to the steps next to it."""
+    """Return the body of a page for an error; where a step cannot be shown, with links to those beside it."""
     turn = ""
     if step is not None:
         before, after = link("step", "← earlier", step=max(0, step - 1)), link("step", "later →", step=step + 1)
@@ -74,17 +74,17 @@ def problem(message: str, step: int | None = None) -> str:
 
 
 class Html(str):
-    """Text that is already HTML; all other text is escaped."""
+    """A text that is HTML already; every other is escaped."""
 
     __slots__ = ()
 
 
 STEP_COLUMNS = {"first step", "from step", "first repeat", "used up from step", "step"}
-"""Columns whose numbers link to a step."""
+"""Columns whose numbers lead to a step."""
 
 
 def table(data: Table, *, links: bool = False) -> str:
-    """Draw a table, with numbers aligned right. With `links`, steps link to their page."""
+    """Draw a table; numbers stand to the right. With links, those of steps lead to them."""
     values = [[row[place] for row in data.rows] for place in range(len(data.columns))]
     kinds = [' class="number"' if is_numeric(column) else "" for column in values]
     columns = list(zip(data.columns, kinds, strict=True))
@@ -125,11 +125,11 @@ def facts(items: Iterable[tuple[str, object]]) -> str:
     return f'<dl class="facts">{shown}</dl>'
 
 
-# Self-contained pages.
+# Pages that stand by themselves
 
 
 def standalone(title: str, body: str) -> str:
-    """Return a self-contained page without scripts, in the style of the viewer."""
+    """Return a page that needs nothing else and runs nothing, drawn as those of the server are."""
     style = (Path(__file__).parent / "static" / "style.css").read_text(encoding="utf-8")
     policy = "default-src 'none'; style-src 'unsafe-inline'"
     return (
@@ -141,7 +141,7 @@ def standalone(title: str, body: str) -> str:
 
 
 def plan_html(report: RunReport, reading: ReadingReport | None = None, *, links: bool = False) -> str:
-    """Draw everything that `tokenmill plan --full` shows, below its picture."""
+    """Draw all that `tokenmill plan --full` prints, below its picture."""
     notes = "".join(
         f"<p{' class=problem' * (kind == 'warning')}>{text_of(': '.join(filter(None, (kind, sentence))))}</p>\n"
         for kind, sentence in plan_notes(report, reading)
@@ -151,7 +151,7 @@ def plan_html(report: RunReport, reading: ReadingReport | None = None, *, links:
 
 
 def stores_html(shown: Sequence[tuple[str, StoreContents, Sequence[Example]]], fates: Table | None) -> str:
-    """Draw everything that `tokenmill inspect` shows."""
+    """Draw all that `tokenmill inspect` shows."""
     parts = []
     for name, contents, texts in shown:
         parts += [table(each) for each in store_tables(name, contents, inputs=True)]
@@ -159,7 +159,7 @@ def stores_html(shown: Sequence[tuple[str, StoreContents, Sequence[Example]]], f
     return "".join([*parts, *([table(fates)] if fates else [])])
 
 
-# Strips: the page receives numbers, and draws those that are on the screen (static/app.js).
+# Strips: the page is sent what to draw as numbers, and draws what is on the screen (static/app.js)
 
 LINES_A_CANVAS = 64
 LEGEND = (
@@ -170,10 +170,10 @@ LEGEND = (
 
 
 def strip_numbers(strip: Strip) -> list[object]:
-    """Return the numbers of a strip: room, (column, document, start, length) of spans, trained ranges, BOS, EOS.
+    """Return what is drawn of a strip: room, (column, document, start, length) of spans, trained runs, BOS, EOS.
 
-    Ranges and marks that start less than a 4,096th of the strip after the previous one would share its pixel. They
-    are left out or joined to it, so the number of documents does not make a page long.
+    Runs and marks that are less than a 4,096th of the strip behind the one before would share its pixel: they are
+    left out, or joined to it, so that no document makes a page long.
     """
     least = strip.room // 4096
     trained: list[int] = []
@@ -202,9 +202,9 @@ def strips(
     base: str = "",
     headings: Mapping[int, str] | None = None,
 ) -> str:
-    """Draw rows of a step; each links to its tokens, and to the row that is `equal` to it, if there is one.
+    """Draw rows of a step; each is a link to its tokens, and to the row that is `equal` to it, if there is one.
 
-    `base` is the prefix of addresses of another run. `headings` are inserted before the rows of these slots.
+    `base` stands before addresses of another run, `headings` before the rows of these slots.
     """
     parts: list[str] = []
     lines: list[str] = []
@@ -234,7 +234,7 @@ EMPTY_STEP = '<p class="empty">There is no row here.</p>'
 
 
 def _lines(step: int, base: str, lines: Sequence[str], numbers: Sequence[object]) -> str:
-    """Return some rows, each with the numbers for its canvas."""
+    """Return some rows, with their numbers for the canvas beside them."""
     drawn = msgspec.json.encode(numbers).decode()
     return f'<ol class="strips" data-step="{step}" data-base="{base}" data-strips="{drawn}">{"".join(lines)}</ol>'
 
@@ -273,10 +273,10 @@ def step_page(view: StepView) -> str:
     rows = contents.rows
     about = facts(
         [
-            ("stage", f"{contents.stage}, {contents.progress:.1%} done"),
+            ("stage", f"{contents.stage}, {contents.progress:.1%} of it behind"),
             ("rows", contents.global_batch_size),
             ("seq_len", contents.seq_len),
-            ("requested shares", shares),
+            ("shares asked for", shares),
             ("lr_scale", contents.lr_scale),
             ("tokens shown", sum(strip.length for row in rows for strip in row.strips)),
             ("of them trained", sum(strip.num_trained for row in rows for strip in row.strips)),
@@ -299,7 +299,7 @@ def step_page(view: StepView) -> str:
 
 
 def _other_rows(contents: StepContents, kept: Mapping[str, object]) -> str:
-    """Return links to the other rows of a step that has too many for one page."""
+    """Return links to the rows of a step that are not shown, where there are too many for one page."""
     size = contents.global_batch_size
     if len(contents.rows) == size:
         return ""
@@ -312,7 +312,7 @@ def _other_rows(contents: StepContents, kept: Mapping[str, object]) -> str:
 
 
 def _deal(deal: StepDeal) -> str:
-    """Show the rows of each rank, and how long ranks wait for the most expensive ones."""
+    """Show which rank takes which rows, and how long ranks wait for the most expensive ones."""
     used, other = deal.used, deal.in_order if deal.balanced else deal.dealt
     how = "by cost" if deal.balanced else "in order"
     lines = [
@@ -337,8 +337,8 @@ def _deal(deal: StepDeal) -> str:
 
 
 ShownToken = tuple[str | None, bool, bool, str, bool]
-"""Text (None if it only continues the character of the token before), whether it is trained, whether it is a
-special token, its tooltip, whether a span starts there."""
+"""Text (None where it only continues the character of the token before), whether it is trained, whether it is a
+control token, what is shown on pointing at it, whether a span begins there."""
 TOKENS_LEGEND = (
     '<p class="legend"><span class="k t">trained</span> <span class="k">not trained</span> '
     '<span class="k c">control token</span> <span class="k first">a span begins</span> '
@@ -394,7 +394,7 @@ def strip_page(view: StripView) -> str:
 
 
 def arrays_page(view: ArraysView) -> str:
-    """Show the arrays of one row as numbers, one position per line."""
+    """Show the arrays of one row as numbers, a place a line."""
     names, shown = list(view.arrays), max((len(values) for values in view.arrays.values()), default=0)
     rows = [
         (
@@ -414,7 +414,7 @@ def _no_text(why: str | None) -> str:
 
 
 def paging(view: str, first: int, shown: int, total: int, **parameters: object) -> str:
-    """Return links to the previous and the next part."""
+    """Return links to what stands before and behind what is shown."""
     if shown >= total:
         return ""
     before = link(view, "← previous", first=max(0, first - shown), **parameters) if first else ""
@@ -438,7 +438,7 @@ def timeline_page(view: TimelineView) -> str:
 
 
 def packing_page(view: PackingView) -> str:
-    """Show the fate of the tokens of each source, and how full its rows are."""
+    """Show what becomes of the tokens of each source, and how rows are filled."""
     parts = ["<h1>Packing</h1>"]
     for source in view.report.sources:
         if source.fates is not None:
@@ -485,7 +485,7 @@ def _balance(title: str, counts: Mapping[str, int], total: int) -> str:
 
 
 def examples_html(shown: Sequence[Example]) -> str:
-    """Show examples, with the tokens that are trained on."""
+    """Show examples with what is trained on."""
     parts = []
     for example in shown:
         runs = []
@@ -498,7 +498,7 @@ def examples_html(shown: Sequence[Example]) -> str:
 
 
 def store_page(view: StoreView) -> str:
-    """Show a store, and one page of its documents."""
+    """Show a store and a page of its documents."""
     contents = view.contents
     others = " ".join(
         f"<li>{link('store', text_of(name), 'store' if name == view.name else '', source=name)}</li>"
@@ -615,7 +615,7 @@ def _part(part: DocumentPart, view: DocumentView, place: int) -> str:
 
 
 def _message(role: str, tokens: Sequence[ShownToken]) -> str:
-    """Show the text of a message, or the text that the template wrote between two messages."""
+    """Show the words of a message, or what the template wrote between two."""
     name = f"<b>{text_of(role)}</b>" if role else "<small>template</small>"
     kind = "said" if role else "said written"
     return f'<div class="{kind}">{name}<pre class="tokens">{_spelled(tokens)}</pre></div>' if tokens else ""
@@ -625,7 +625,7 @@ def _message(role: str, tokens: Sequence[ShownToken]) -> str:
 
 
 def diff_page(view: DiffView) -> str:
-    """Show the first difference of two runs, and its reason."""
+    """Show where two runs part, and why."""
     others = "".join(f"<li>{link('diff', text_of(name), **{'with': name})}</li>" for name in view.others)
     choice = f'<p>Compare with a config beside this one:</p><ul class="choice">{others}</ul>'
     if not others:
@@ -673,7 +673,7 @@ def diff_page(view: DiffView) -> str:
 
 
 def remote_page(view: RemoteView) -> str:
-    """Show the reading from object storage."""
+    """Show what is read from object storage."""
     names = [name for name in view.page.counters if name != "waited"]
     rows = [
         (
@@ -696,11 +696,11 @@ def remote_page(view: RemoteView) -> str:
 
 
 BYTES = {"bytes", "hits", "evicted"}
-"""Counters in bytes."""
+"""Counters that are numbers of bytes."""
 
 
 def build_page(status: BuildStatus) -> str:
-    """Show the progress of a build; the page reloads itself until the build is finished."""
+    """Show how far a build is; the page asks again by itself until it is finished."""
     rates = [each.bytes_a_second for each in status.workers if each.state == "at work" and each.bytes_a_second]
     shown = [
         ("state", status.state),
@@ -752,7 +752,7 @@ def build_page(status: BuildStatus) -> str:
 
 
 def duration(seconds: float | None) -> str | None:
-    """Format a duration.
+    """Show how long something takes.
 
     >>> duration(5.0), duration(3700.0), duration(None)
     ('5.0 s', '1 h 2 min', None)
@@ -777,4 +777,4 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "remote": remote_page,
     "build": build_page,
 }
-"""Function that draws the record of a view, by name."""
+"""Name of a view -> how its record is drawn."""
