@@ -50,7 +50,7 @@ USE = r"""
 import json, tokenmill as tm
 from pathlib import Path
 from tokenmill.cli.app import main
-from tokenmill.store.durable import this_process
+from tokenmill.store.lease import this_process
 
 texts = [Path(f"{number}.jsonl") for number in range(3)]
 for text in texts:

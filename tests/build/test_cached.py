@@ -16,7 +16,7 @@ from tokenmill.build import PrepareOptions, cached, prepare
 from tokenmill.build.cached import cached_store
 from tokenmill.errors import DocumentError, StoreExistsError
 from tokenmill.store import open_store
-from tokenmill.store.durable import leased_folder
+from tokenmill.store.lease import leased_folder
 
 
 @pytest.fixture

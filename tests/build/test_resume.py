@@ -16,7 +16,7 @@ from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build.unit import UnitWriter
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import StoreSpec, StoreWriter, open_store, read_manifest, verify
-from tokenmill.store.durable import leased_folder
+from tokenmill.store.lease import leased_folder
 
 TEXTS = some_texts(300)
 

@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from tokenmill.errors import StoreError, StoreExistsError
-from tokenmill.store import durable
-from tokenmill.store.durable import Lease, LeaseWatch, has_ended, leased_folder, this_process
+from tokenmill.store import lease as lease_module
 from tokenmill.store.layout import LEASE
+from tokenmill.store.lease import Lease, LeaseWatch, has_ended, leased_folder, this_process
 
 
 def as_another_machine(folder, name=LEASE):
@@ -26,8 +26,8 @@ def as_another_machine(folder, name=LEASE):
 @pytest.fixture
 def quick(monkeypatch):
     """Leases are stale soon; those of this process are not touched, as if it were paused."""
-    monkeypatch.setattr(durable, "BEAT_SECONDS", 60)
-    monkeypatch.setattr(durable, "STALE_SECONDS", 0.5)
+    monkeypatch.setattr(lease_module, "BEAT_SECONDS", 60)
+    monkeypatch.setattr(lease_module, "STALE_SECONDS", 0.5)
 
 
 def test_a_lease_is_had_by_one_and_leaves_nothing_behind(tmp_path):
@@ -43,7 +43,7 @@ def test_a_lease_is_had_by_one_and_leaves_nothing_behind(tmp_path):
 
 
 def test_the_lease_of_a_killed_process_of_this_machine_is_taken_over_at_once(tmp_path):
-    script = "import sys, time; from pathlib import Path; from tokenmill.store.durable import Lease\n"
+    script = "import sys, time; from pathlib import Path; from tokenmill.store.lease import Lease\n"
     script += "held = Lease(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
     for _ in range(3):
         with subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE) as process:
@@ -59,12 +59,12 @@ def test_the_lease_of_a_killed_process_of_this_machine_is_taken_over_at_once(tmp
 
 @pytest.mark.usefixtures("quick")
 def test_a_paused_process_of_this_machine_keeps_its_lease(tmp_path):
-    script = "import sys, time; from pathlib import Path; from tokenmill.store.durable import Lease\n"
+    script = "import sys, time; from pathlib import Path; from tokenmill.store.lease import Lease\n"
     script += "held = Lease(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         process.send_signal(signal.SIGSTOP)
-        time.sleep(2 * durable.STALE_SECONDS)
+        time.sleep(2 * lease_module.STALE_SECONDS)
         with pytest.raises(StoreExistsError):
             Lease(tmp_path)
         process.kill()
@@ -88,7 +88,7 @@ def test_a_lease_of_another_machine_is_refused_when_it_is_touched_and_taken_over
     thread.join()
     begin = time.monotonic()
     heir = Lease(tmp_path)
-    assert time.monotonic() - begin > durable.STALE_SECONDS
+    assert time.monotonic() - begin > lease_module.STALE_SECONDS
     heir.check()
     with pytest.raises(StoreError, match=r"must keep its lease, got it taken over .*; let that one finish"):
         zombie.check()
@@ -105,7 +105,7 @@ def test_a_late_heir_of_a_lease_that_is_gone_does_not_drive_out_the_next_holder(
     Lease(tmp_path)
     as_another_machine(tmp_path)
     first = msgspec.json.decode((tmp_path / LEASE).read_bytes())
-    create, late = durable._create, []
+    create, late = lease_module._create, []
 
     def paused(file, holder):
         if file.name.endswith(first["token"]) and not late:
@@ -114,8 +114,8 @@ def test_a_late_heir_of_a_lease_that_is_gone_does_not_drive_out_the_next_holder(
             late[0] = Lease(tmp_path)
         return create(file, holder)
 
-    monkeypatch.setattr(durable, "STALE_SECONDS", 0.1)
-    monkeypatch.setattr(durable, "_create", paused)
+    monkeypatch.setattr(lease_module, "STALE_SECONDS", 0.1)
+    monkeypatch.setattr(lease_module, "_create", paused)
     with pytest.raises(StoreExistsError):
         Lease(tmp_path)
     late[0].check()
@@ -124,7 +124,7 @@ def test_a_late_heir_of_a_lease_that_is_gone_does_not_drive_out_the_next_holder(
 
 
 def test_a_holder_touches_its_lease_and_none_that_it_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(durable, "BEAT_SECONDS", 0.02)
+    monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.02)
     held = Lease(tmp_path)
     before = (tmp_path / LEASE).stat().st_mtime_ns
     time.sleep(0.3)
@@ -167,7 +167,7 @@ RACE = """
 import os, random, sys, time
 from pathlib import Path
 from tokenmill.errors import StoreExistsError
-from tokenmill.store.durable import Lease
+from tokenmill.store.lease import Lease
 folder, log, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 dice, had = random.Random(seed), 0
 end = time.monotonic() + float(sys.argv[4])

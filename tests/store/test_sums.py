@@ -9,8 +9,8 @@ import tokenmill as tm
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.run.run import Run
 from tokenmill.store import check_store, open_store, read_manifest
-from tokenmill.store.durable import leased_folder
 from tokenmill.store.layout import MANIFEST, manifest_bytes
+from tokenmill.store.lease import leased_folder
 from tokenmill.store.verify import sums_file
 
 RUN = """

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import StoreError, StoreExistsError, StoreMissingError
 from tokenmill.store import StoreSpec, StoreWriter, open_store, read_manifest, verify
-from tokenmill.store.durable import write_atomically
+from tokenmill.store.files import write_atomically
 
 GOLDEN = Path(__file__).parent / "golden" / "v1"
 

@@ -20,8 +20,8 @@ from tokenmill.encode.files import copy_of
 from tokenmill.encode.hub import is_hub_name, local_spec
 from tokenmill.errors import DocumentError, StoreExistsError, TokenizerError, TokenmillError
 from tokenmill.fingerprint import digest, first_difference
-from tokenmill.store.durable import LeaseWatch
 from tokenmill.store.layout import MANIFEST, TOKENIZER_FOLDER, read_manifest
+from tokenmill.store.lease import LeaseWatch
 
 MAX_WAIT_SECONDS = 3600.0
 """How long to wait for another process."""

@@ -51,7 +51,7 @@ from tokenmill.errors import (
     warn,
 )
 from tokenmill.store import StoreSpec
-from tokenmill.store.durable import write_atomically
+from tokenmill.store.files import write_atomically
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
 from tokenmill.tables import as_json, path_of, read_table, top_fields
 from tokenmill.types import Uint8Array

@@ -35,7 +35,7 @@ from tokenmill.encode.hub import is_hub_name
 from tokenmill.errors import StoreCorruptError, StoreExistsError, StoreMissingError, TokenmillError
 from tokenmill.fingerprint import digest, first_difference
 from tokenmill.store import layout, writer
-from tokenmill.store.durable import in_threads, make_folder, sync_folder, write_atomically
+from tokenmill.store.files import in_threads, make_folder, sync_folder, write_atomically
 from tokenmill.store.notes import origins_file, publish_origins
 from tokenmill.tables import as_json, read_table
 

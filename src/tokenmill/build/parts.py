@@ -54,8 +54,9 @@ from tokenmill.documents import Unit, read_unit
 from tokenmill.encode.recipe.encoder import TOO_LONG
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError, StoreMissingError
 from tokenmill.fingerprint import first_difference
-from tokenmill.store.durable import leased_folder, write_parts_atomically
+from tokenmill.store.files import write_parts_atomically
 from tokenmill.store.layout import MANIFEST
+from tokenmill.store.lease import leased_folder
 from tokenmill.tables import as_json, is_address, path_of
 
 Phase = Literal["hash", "write", "published"]

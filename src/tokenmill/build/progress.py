@@ -27,7 +27,7 @@ from tokenmill.build.journal import (
 )
 from tokenmill.build.unit import FAILED, read_worker_file, read_worker_files
 from tokenmill.errors import StoreCorruptError, harmless
-from tokenmill.store.durable import LeaseWatch, has_ended
+from tokenmill.store.lease import LeaseWatch, has_ended
 
 _SECONDS_BETWEEN = 0.2
 """Between two looks at how far a build is."""

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeAlias, cast
 from tokenmill.documents import InputFile
 from tokenmill.documents.inputs import PREFIX, suffix_of
 from tokenmill.errors import ConfigError, DocumentError
-from tokenmill.store.durable import has_ended, make_folder, this_process
+from tokenmill.store.files import make_folder
+from tokenmill.store.lease import has_ended, this_process
 from tokenmill.tables import is_address
 
 if TYPE_CHECKING:

@@ -30,7 +30,9 @@ from tokenmill.encode.recipe.encoder import TOO_LONG
 from tokenmill.encode.recipe.recipe import Preprocessing
 from tokenmill.encode.tokenizer import Tokenizer, frame, with_second_bos
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
-from tokenmill.store import StoreSpec, durable
+from tokenmill.store import StoreSpec
+from tokenmill.store.files import make_folder, sync_folder, write_parts, write_parts_atomically
+from tokenmill.store.lease import has_ended, this_process
 from tokenmill.store.notes import OriginCheckpoint, OriginWriter
 from tokenmill.store.writer import ShardSeries, token_starts
 from tokenmill.tables import as_json, field_of, read_table
@@ -251,10 +253,10 @@ def scan_unit(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -
     """Write the hashes of the records of a unit that are eligible, in order (see `fates_of`)."""
     scans = opened.folder.parent / "scans"
     with disk_errors_explained(unit, scans):
-        durable.make_folder(scans)
+        make_folder(scans)
         # Two attempts may be under way at once; they give the same.
-        writer = f"-{durable.this_process()}-{secrets.token_hex(4)}"
-        durable.write_parts_atomically(scans / key, _with_checksum(_hashes(opened, unit, key, tick)), writer=writer)
+        writer = f"-{this_process()}-{secrets.token_hex(4)}"
+        write_parts_atomically(scans / key, _with_checksum(_hashes(opened, unit, key, tick)), writer=writer)
 
 
 def _hashes(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -> Iterator[bytes]:
@@ -591,7 +593,7 @@ class UnitWriter:
         self._keeps = keeps
         self._units = units
         self._attempts = attempts_at(units, key)
-        self._folder = self._attempts / f"{durable.this_process()}-{secrets.token_hex(4)}"
+        self._folder = self._attempts / f"{this_process()}-{secrets.token_hex(4)}"
         self._spec = spec
         self._series: dict[str, ShardSeries] = {}
         self._origins: dict[str, OriginWriter] = {}
@@ -641,10 +643,10 @@ class UnitWriter:
         (self._folder / _CHECKPOINT).unlink(missing_ok=True)
         # Every folder on the way to a shard, as the name of each is kept in the one above.
         for folder, _, _ in os.walk(self._folder / journal.ROUTES):
-            durable.sync_folder(Path(folder))
+            sync_folder(Path(folder))
         # By its own name: the folder has a temporary one still.
-        durable.write_parts(self._folder / journal.RESULT, (journal.signed(as_json(result)),))
-        durable.sync_folder(self._folder)
+        write_parts(self._folder / journal.RESULT, (journal.signed(as_json(result)),))
+        sync_folder(self._folder)
         # A build that is over was cleared away, perhaps while this one was paused.
         journal.check_unit(self._folder, result)
         final = self._units / self.key
@@ -656,7 +658,7 @@ class UnitWriter:
             if known is None:
                 os.rename(final, self._folder.with_name(f"{self._folder.name}-damaged"))
                 os.rename(self._folder, final)
-        durable.sync_folder(self._units)
+        sync_folder(self._units)
         shutil.rmtree(self._attempts, ignore_errors=True)
         return result
 
@@ -676,7 +678,7 @@ class UnitWriter:
                     checkpoints.append((int(state["counts"]["batches"]), attempt))
         for _, attempt in sorted(checkpoints, reverse=True):
             with suppress(StoreCorruptError, KeyError, TypeError, ValueError, OSError, shutil.Error):
-                if durable.has_ended(attempt.name.rpartition("-")[0]):
+                if has_ended(attempt.name.rpartition("-")[0]):
                     os.rename(attempt, self._folder)
                 else:
                     shutil.copytree(attempt, self._folder)
@@ -710,7 +712,7 @@ class WorkerFile:
     """
 
     def __init__(self, folder: Path, unit_bytes: int, *, resumed: bool) -> None:
-        self._path = folder / f"{durable.this_process()}-{threading.get_native_id()}"
+        self._path = folder / f"{this_process()}-{threading.get_native_id()}"
         self._unit_bytes = unit_bytes
         self._last = 0.0
         self._first = None if resumed else (time.monotonic(), 0)

@@ -87,7 +87,7 @@ def batches(
 
 def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None, *, json: bool) -> None:
     from tokenmill.loader import batch_digest, count_tokens, row_digests
-    from tokenmill.store.durable import write_atomically
+    from tokenmill.store.files import write_atomically
 
     plan = loaders[0].plan
     streams = [iter(loader) for loader in loaders]

@@ -330,7 +330,7 @@ def write_file(file: Path, text: str) -> None:
     if file.exists() and not file.is_file():  # a pipe or a terminal
         file.write_text(text, encoding="utf-8")
     else:
-        from tokenmill.store.durable import new_file
+        from tokenmill.store.files import new_file
 
         with new_file(file.resolve()) as descriptor, open(descriptor, "wb", closefd=False) as out:
             out.write(text.encode())

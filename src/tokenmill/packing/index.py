@@ -47,8 +47,9 @@ from tokenmill.packing.packers import (
     pack_fragments,
     whole_fragments,
 )
-from tokenmill.store.durable import locked, read_index, write_index
+from tokenmill.store.files import read_index, write_index
 from tokenmill.store.layout import ROWS_FOLDER
+from tokenmill.store.lease import locked
 from tokenmill.store.reader import MappedFile
 from tokenmill.types import (
     BoolArray,

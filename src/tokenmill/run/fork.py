@@ -20,7 +20,7 @@ from tokenmill.errors import ConfigError, PlanError, TokenmillError, writing
 from tokenmill.loader import Loader, RankSlice
 from tokenmill.run.history import PLAN_DIGITS, Origin, PlanRecord, begins, record, table_of, tables_of
 from tokenmill.run.run import Run
-from tokenmill.store.durable import sync_folder
+from tokenmill.store.files import sync_folder
 from tokenmill.tables import is_address
 from tokenmill.types import RECORD_TYPES
 

@@ -542,7 +542,7 @@ def read_plan(folder: Path, number: str) -> PlanRecord | None:
 
 def _keep(folder: Path, number: str, plan: PlanRecord) -> None:
     """Write the record of a plan, unless it is there; one without a config is replaced."""
-    from tokenmill.store.durable import write_atomically
+    from tokenmill.store.files import write_atomically
 
     known = read_plan(folder, number)
     if known is not None and known.config:

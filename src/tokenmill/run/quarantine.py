@@ -16,7 +16,7 @@ from tokenmill.config.run import TABLES, read_tables, to_toml
 from tokenmill.errors import ConfigError, TokenmillError, writing
 from tokenmill.run.run import Run
 from tokenmill.run.uses import source_store
-from tokenmill.store.durable import write_atomically
+from tokenmill.store.files import write_atomically
 from tokenmill.store.records import keys_of_text, matches
 from tokenmill.tables import MAX_LIST_BYTES, read_text
 

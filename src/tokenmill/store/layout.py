@@ -49,7 +49,7 @@ SIDE_FOLDERS = (ROWS_FOLDER, ORIGINS_FOLDER, TOKENIZER_FOLDER, SUMS_FOLDER, HASH
 SHARDS_FOLDER = ".tmp-shards"
 LEASE = ".tmp-lease"
 """Says which process may write to a folder; after it in a name stands the holder that it is taken over from (see
-`durable`)."""
+`lease`)."""
 TEMPORARY = frozenset({LEASE, SHARDS_FOLDER, f".tmp-{MANIFEST}", ".tmp-pid"})
 """What a build that was killed may leave in the folder of a store beside its shards; the last, of an older one."""
 ANCHOR_TOKENS = 1024

@@ -27,7 +27,16 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
-from tokenmill.store import durable, layout
+from tokenmill.store import layout
+from tokenmill.store.files import (
+    CheckedFile,
+    footer_bytes,
+    make_folder,
+    read_index,
+    write_footed,
+    write_index,
+    write_section,
+)
 from tokenmill.store.layout import (
     HASHES_FOLDER,
     ORIGINS_FOLDER,
@@ -95,9 +104,7 @@ class OriginWriter:
 
     def __init__(self, folder: Path, *, keeps: bool, saved: OriginCheckpoint | None = None) -> None:
         names = (RUNS, ENDS, KEPT) if keeps else (RUNS,)
-        self._files = {
-            name: durable.CheckedFile(folder / name, saved.files[name] if saved else None) for name in names
-        }
+        self._files = {name: CheckedFile(folder / name, saved.files[name] if saved else None) for name in names}
         self._documents, self._kept_bytes = (saved.documents, saved.kept_bytes) if saved else (0, 0)
         self._next = (saved.piece, saved.line) if saved else (-1, 0)
 
@@ -174,15 +181,15 @@ def publish_origins(folder: Path, file: Path, documents: int, pieces: Sequence[t
             yield runs.view(np.uint8)
 
     def write(out: BinaryIO) -> _OriginsFooter:
-        sections = {RUNS: durable.write_section(out, resolved())}
+        sections = {RUNS: write_section(out, resolved())}
         for name in (ENDS, KEPT):
             if os.path.exists(noted := os.path.join(folder, name)):
-                sections[name] = durable.write_section(out, _blocks(noted, _BLOCK << 4))
+                sections[name] = write_section(out, _blocks(noted, _BLOCK << 4))
         return _OriginsFooter(format=ORIGINS_FORMAT, inputs=tuple(numbers), documents=documents, sections=sections)
 
-    durable.make_folder(file.parent)
+    make_folder(file.parent)
     with open(file, "wb") as out:
-        durable.write_footed(out, write)
+        write_footed(out, write)
     return True
 
 
@@ -291,7 +298,7 @@ def _open(file: Path, _bytes: int, _time: int) -> tuple[MappedFile, dict[str, Ui
 
 
 def _map(file: Path) -> tuple[MappedFile, dict[str, Uint8Array], _OriginsFooter]:
-    kept = durable.read_index(file, _OriginsFooter)
+    kept = read_index(file, _OriginsFooter)
     if kept is None or kept[1].format != ORIGINS_FORMAT:
         raise _bad_origins(file, "a cut or changed one")
     data, footer = kept[0].data, kept[1]
@@ -397,10 +404,10 @@ def hashes_file(store: Path, shard: int) -> Path:
     return store / HASHES_FOLDER / f"{shard:05d}.bin"
 
 
-def finish_hashes(file: durable.CheckedFile, shard: ShardInfo) -> None:
+def finish_hashes(file: CheckedFile, shard: ShardInfo) -> None:
     """Write behind the hashes of a shard which shard they are of, and make all of it durable."""
     section = (0, file.info.bytes, file.info.xxh3)
-    file.write(np.frombuffer(durable.footer_bytes(_hashes_footer(shard, section)), np.uint8))
+    file.write(np.frombuffer(footer_bytes(_hashes_footer(shard, section)), np.uint8))
     file.sync()
 
 
@@ -461,7 +468,7 @@ def read_hashes(store: Store, shard: int) -> Uint64Array | None:
         files.bring(f"{HASHES_FOLDER}/{file.name}")
     if not file.exists():
         return None
-    kept = durable.read_index(file, _HashesFooter)
+    kept = read_index(file, _HashesFooter)
     info = store.manifest.shards[shard]
     if kept is None or kept[1].format != HASHES_FORMAT or HASHES not in kept[1].sections:
         raise _bad_hashes(file, "a cut or changed one")
@@ -504,7 +511,7 @@ def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _toke
             "stores; `tokenmill import` them, or name each store"
         )
     added = 0
-    durable.make_folder(store.path / HASHES_FOLDER)
+    make_folder(store.path / HASHES_FOLDER)
     for number, shard in enumerate(store.manifest.shards):
         file = hashes_file(store.path, number)
         try:
@@ -524,9 +531,9 @@ def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _toke
 def _write_shard_hashes(store: Store, shard: int) -> None:
     def write(out: BinaryIO) -> _HashesFooter:
         blocks = (block.astype("<u8", copy=False).view(np.uint8) for block in compute_hashes(store, shard))
-        return _hashes_footer(store.manifest.shards[shard], durable.write_section(out, blocks))
+        return _hashes_footer(store.manifest.shards[shard], write_section(out, blocks))
 
-    durable.write_index(hashes_file(store.path, shard), write)
+    write_index(hashes_file(store.path, shard), write)
 
 
 def _shard_place(store: Store, shard: int) -> Path | None:

@@ -20,14 +20,7 @@ import xxhash
 
 from tokenmill.errors import FULL, StoreCorruptError, StoreError
 from tokenmill.store import layout
-from tokenmill.store.durable import (
-    leased_folder,
-    make_folder,
-    read_index,
-    write_atomically,
-    write_index,
-    write_section,
-)
+from tokenmill.store.files import make_folder, read_index, write_atomically, write_index, write_section
 from tokenmill.store.layout import (
     JOURNAL_FOLDER,
     MANIFEST,
@@ -36,6 +29,7 @@ from tokenmill.store.layout import (
     manifest_bytes,
     read_manifest,
 )
+from tokenmill.store.lease import leased_folder
 from tokenmill.store.notes import check_hashes, check_origins
 from tokenmill.store.reader import (
     FileRequest,

@@ -18,8 +18,9 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import layout
-from tokenmill.store.durable import CheckedFile, Lease, make_folder, sync_folder, write_atomically
+from tokenmill.store.files import CheckedFile, make_folder, sync_folder, write_atomically
 from tokenmill.store.layout import MANIFEST, FileInfo, Manifest, ShardInfo, manifest_bytes
+from tokenmill.store.lease import Lease
 from tokenmill.store.notes import finish_hashes, hash_records, hashes_file
 from tokenmill.store.reader import Store, store_of
 from tokenmill.tables import as_json, read_table

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreMissingError
-from tokenmill.store.durable import make_folder, write_atomically
+from tokenmill.store.files import make_folder, write_atomically
 from tokenmill.store.foreign.files import META
 from tokenmill.store.layout import is_plain_name, key_file
 from tokenmill.tables import MAX_LIST_BYTES, read_bytes

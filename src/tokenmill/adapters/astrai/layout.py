@@ -16,7 +16,7 @@ from pathlib import Path
 from tokenmill.build.journal import PUBLISH, Journal
 from tokenmill.errors import StoreCorruptError
 from tokenmill.store import open_store
-from tokenmill.store.durable import make_folder, sync_folder, write_atomically
+from tokenmill.store.files import make_folder, sync_folder, write_atomically
 from tokenmill.store.foreign.export import meta_of
 from tokenmill.store.foreign.files import META
 from tokenmill.store.layout import JOURNAL_FOLDER, is_shard_name, stores_below

@@ -23,7 +23,7 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError, writing
-from tokenmill.store.durable import make_folder, sync_folder
+from tokenmill.store.files import make_folder, sync_folder
 from tokenmill.store.foreign.convert import BATCH_TOKENS, Progress, counted
 from tokenmill.store.foreign.files import MEGATRON_MAGIC, META, ForeignOptions
 from tokenmill.store.foreign.formats import MEGATRON_HEADER

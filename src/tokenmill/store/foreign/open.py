@@ -18,7 +18,7 @@ from tokenmill.caches import private_folder, writable
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.store import layout
-from tokenmill.store.durable import read_index, write_index, write_section
+from tokenmill.store.files import read_index, write_index, write_section
 from tokenmill.store.foreign.files import (
     BLOCK,
     IMPORT,

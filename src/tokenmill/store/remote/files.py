@@ -24,7 +24,8 @@ import xxhash
 from tokenmill.caches import private_folder
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError, TokenmillError
 from tokenmill.store import layout
-from tokenmill.store.durable import locked, new_file, write_all
+from tokenmill.store.files import new_file, write_all
+from tokenmill.store.lease import locked
 from tokenmill.store.reader import (
     FileRequest,
     MappedFile,

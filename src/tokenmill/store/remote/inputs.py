@@ -21,7 +21,8 @@ from typing import BinaryIO
 
 from tokenmill.errors import DocumentError, StoreCorruptError
 from tokenmill.fingerprint import digest
-from tokenmill.store.durable import locked, sync_folder, write_parts
+from tokenmill.store.files import sync_folder, write_parts
+from tokenmill.store.lease import locked
 from tokenmill.store.remote.client import LINE_SECONDS, Address, Client, ObjectInfo, parse_address
 from tokenmill.tables import is_address
 from tokenmill.types import RemoteOptions

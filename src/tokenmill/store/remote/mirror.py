@@ -31,8 +31,9 @@ from typing import Any
 import numpy as np
 
 from tokenmill.errors import StoreError
-from tokenmill.store.durable import locked, write_all, write_atomically
+from tokenmill.store.files import write_all, write_atomically
 from tokenmill.store.layout import PAGE_BYTES
+from tokenmill.store.lease import locked
 from tokenmill.store.remote.fetch import MAX_REQUEST_BYTES, Network, RemoteObjects, gathered
 from tokenmill.store.verify import wrong_page
 from tokenmill.types import BoolArray, Int64Array, Uint8Array, Uint32Array, Uint64Array, counted_from

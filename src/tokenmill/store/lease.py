@@ -1,136 +1,26 @@
-"""Files and names that survive a crash, indexes that are kept, and leases: the right to write to a folder."""
+"""Locks and leases: which process may write to a folder, and whether that process is alive."""
 
 from __future__ import annotations
 
 import errno
-import io
 import logging
-import mmap
 import os
 import secrets
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO
 
 import msgspec
-import numpy as np
 import xxhash
 
-from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError, writing
-from tokenmill.store.layout import LEASE, FileInfo
-from tokenmill.store.reader import FileRequest, MappedFile, map_file
-from tokenmill.tables import read_json
-from tokenmill.types import AnyArray, Uint8Array
-
-T = TypeVar("T")
-Item = TypeVar("Item")
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a small file so that a reader sees the old one or the whole new one, whatever happens."""
-    write_parts_atomically(path, (data,))
-
-
-def write_parts_atomically(path: Path, parts: Iterable[bytes], *, writer: str = "") -> None:
-    """Write a file part by part, as `write_atomically` does; one part is held in memory at a time.
-
-    Where several may write the same file at once, each names itself as its `writer`.
-    """
-    temporary = path.with_name(f".tmp-{path.name}{writer}")
-    write_parts(temporary, parts)
-    os.replace(temporary, path)
-    sync_folder(path.parent)
-
-
-def write_parts(path: Path, parts: Iterable[bytes]) -> None:
-    """Write a file that survives a power cut, but for its name in the folder."""
-    with writing(path), open(path, "wb") as file:
-        for part in parts:
-            file.write(part)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-@contextmanager
-def new_file(file: Path) -> Iterator[int]:
-    """Give the descriptor of a new file, which is durable and has its name after the `with` block.
-
-    After an error it is removed. Any number of processes may write the same file at once.
-    """
-    descriptor, temporary = tempfile.mkstemp(prefix=f".tmp-{file.stem}-", dir=file.parent)
-    try:
-        try:
-            os.chmod(temporary, 0o644)  # others may read the data, so they may read what is made of it
-            with writing(file):
-                yield descriptor
-                os.fsync(descriptor)
-        finally:
-            os.close(descriptor)  # Windows renames no file that is open
-        os.replace(temporary, file)
-        sync_folder(file.parent)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder, or the content of a file, survive a power cut."""
-    opens_folders = hasattr(os, "O_DIRECTORY")  # Windows does not; there a file must be open for writing, too
-    if not opens_folders and path.is_dir():
-        return
-    descriptor = os.open(path, os.O_RDONLY if opens_folders else os.O_RDWR)
-    try:
-        with writing(path):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-_AT_ONCE, _BATCH = 16, 1000
-
-
-def in_threads(do: Callable[[Item], T], items: Sequence[Item]) -> Iterator[T]:
-    """Do something with each of many small files or folders, several at once; yield what comes of it, in order.
-
-    A disk, and more so one behind a network, does many in the time of one (benchmarks/engines.py --units).
-    """
-    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="tokenmill-files") as executor:
-        for first in range(0, len(items), _BATCH):
-            yield from executor.map(do, items[first : first + _BATCH])
-
-
-def make_folder(path: Path) -> None:
-    """Make a folder, and those above it that are not there, so that their names survive a power cut."""
-    if path.is_dir():
-        return
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    path.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
-        sync_folder(folder.parent)
-
-
-_LONGEST_WRITE = 1 << 30
-"""Bytes of one write on Windows, where longer ones fail."""
-
-
-def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
-    """Write bytes at a place of a file, all of them: one call may take fewer, as on a disk that fills up."""
-    view = memoryview(data).cast("B")
-    while view.nbytes:
-        if hasattr(os, "pwrite"):
-            written = os.pwrite(descriptor, view, at)
-        else:  # on Windows
-            os.lseek(descriptor, at, os.SEEK_SET)
-            written = os.write(descriptor, view[:_LONGEST_WRITE])
-        view, at = view[written:], at + written
+from tokenmill.errors import StoreError, StoreExistsError, writing
+from tokenmill.store.layout import LEASE
 
 
 @contextmanager
@@ -163,122 +53,6 @@ def _flock(lock: BinaryIO, seconds: float | None) -> bool:
             return False
         else:
             return True
-
-
-class CheckedFile:
-    """A file that grows at its end and knows the checksum of all that it holds: new, or as it was at a checkpoint.
-
-    It is opened when it is written to and can be closed in between: a build may have thousands of domains, each
-    with files of its own, and a process may have but some hundred files open.
-    """
-
-    def __init__(self, path: Path, saved: FileInfo | None = None) -> None:
-        self._path = path
-        self._hash = xxhash.xxh3_128()
-        self._bytes = saved.bytes if saved else 0
-        self._stream: io.FileIO | None = None
-        if saved is None:
-            self._stream = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by `close`
-            return
-        if not path.is_file() or path.stat().st_size < saved.bytes:
-            raise StoreCorruptError(
-                f"{path}: must have {saved.bytes} bytes to go on, got fewer; the unit is done again"
-            )
-        os.truncate(path, saved.bytes)
-        if saved.bytes:
-            self._hash.update(self.read_back(np.dtype(np.uint8), saved.bytes).data)
-        if self._hash.hexdigest() != saved.xxh3:
-            raise StoreCorruptError(f"{path}: must be as it was left, got other bytes; the unit is done again")
-
-    def write(self, values: AnyArray) -> None:
-        """Add an array at the end."""
-        if not values.size:
-            return
-        view = np.ascontiguousarray(values).data.cast("B")
-        self._hash.update(view)
-        self._bytes += view.nbytes
-        self._stream = self._stream or open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
-        with writing(self._path):
-            while view.nbytes:  # one write may take less than it is given, at 2 GiB for one
-                view = view[self._stream.write(view) :]
-
-    def close(self) -> None:
-        """Close it until it is written to again."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    @property
-    def info(self) -> FileInfo:
-        """Its size and checksum so far."""
-        return FileInfo(bytes=self._bytes, xxh3=self._hash.hexdigest())
-
-    def sync(self) -> FileInfo:
-        """Make it durable and close it; return its size and checksum so far."""
-        with writing(self._path), self._stream or open(self._path, "ab") as stream:
-            os.fsync(stream.fileno())
-        self._stream = None
-        return self.info
-
-    def read_back(self, dtype: np.dtype[Any], count: int) -> AnyArray:
-        """Map the first `count` numbers of the file, of which there is one at least."""
-        with open(self._path, "rb") as stream:
-            mapped = mmap.mmap(stream.fileno(), count * dtype.itemsize, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapped, dtype)
-
-
-# Indexes that can always be made again, kept in files beside the data or in a folder of the user's.
-#
-# A file holds bytes, then a footer in JSON that says what they are, its size and its checksum. It is written
-# under a name of its own, synced and renamed, so what has the final name is whole. Any of them can be deleted.
-
-_END = 16
-"""Bytes after a footer: its size, and its checksum."""
-
-
-def write_index(file: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write an index: `write` writes its bytes, and returns its footer, a record or another JSON value."""
-    with new_file(file) as descriptor, open(descriptor, "wb", buffering=1 << 20, closefd=False) as out:
-        write_footed(out, write)
-
-
-def write_footed(out: BinaryIO, write: Callable[[BinaryIO], object]) -> None:
-    """Write the bytes of an index and its footer to a file that is open."""
-    out.write(footer_bytes(write(out)))
-
-
-def footer_bytes(footer: object) -> bytes:
-    """Return what stands after the bytes of an index: its footer, the size and the checksum of that."""
-    encoded = msgspec.json.encode(footer)
-    return encoded + len(encoded).to_bytes(8, "little") + xxhash.xxh3_64_digest(encoded)
-
-
-def write_section(out: BinaryIO, blocks: Iterable[Uint8Array]) -> tuple[int, int, str]:
-    """Write a part of an index, given in blocks, at a multiple of 8; return first byte, size and XXH3-128."""
-    out.write(b"\0" * (-out.tell() % 8))
-    begin = out.tell()
-    state = xxhash.xxh3_128()
-    for block in blocks:
-        state.update(block.data)
-        out.write(block.data)
-    return begin, out.tell() - begin, state.hexdigest()
-
-
-def read_index(file: Path, kind: type[T]) -> tuple[MappedFile, T] | None:
-    """Map an index: its bytes, and its footer as a record; None where there is none, or one cut or changed."""
-    try:
-        mapped = map_file(FileRequest(file, file.stat().st_size))
-        data = mapped.data
-        size = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little") if data.size >= _END else data.size
-        end = max(0, data.size - _END - size)
-        footer = data[end:-_END].tobytes()
-        if len(footer) != size or xxhash.xxh3_64_digest(footer) != data[-8:].tobytes():
-            return None
-        mapped.check()
-        mapped.data = data[:end]
-        return mapped, read_json(kind, footer, f"{file}:", error=StoreCorruptError)
-    except (OSError, StoreError):
-        return None
 
 
 # Leases: the right to write to a folder, held by one process of any number of machines.
