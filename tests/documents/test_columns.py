@@ -3,7 +3,6 @@
 import io
 import os
 import struct
-import sys
 from itertools import islice
 
 import pyarrow as pa
@@ -355,16 +354,17 @@ def test_reading_from_a_stream_of_many_batches_can_begin_anywhere(tmp_path):
     ]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere sizes alone are checked")
 @pytest.mark.parametrize("name", ["file.arrow", "stream.arrow"])
-def test_a_file_that_is_cut_while_it_is_mapped_is_an_error(tmp_path, name):
-    """Reading a page that is gone would end the process without a word."""
+def test_a_file_that_is_truncated_while_it_is_mapped_is_an_error(tmp_path, name):
+    """[S.g] The texts of the next batches are on pages that are still there, so no signal ends this process."""
     path = tmp_path / name
     batch = pa.table({"text": ["mill " * 2000] * 20})
     WRITERS[name](pa.concat_tables([batch] * 20), path)
     (unit,) = cut_files(find_files(path).files, chunk_bytes=1 << 30)
     batches = read_unit(unit, ReadOptions(batch_bytes=1 << 16))
     next(batches)
-    os.truncate(path, 300_000)
-    with pytest.raises(DocumentError, match=r"arrow: must be an intact Arrow file, got (one that|Batch)"):
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(
+        DocumentError, match=r"arrow: must (keep its|be an intact Arrow file, got a file whose size)"
+    ):
         list(batches)

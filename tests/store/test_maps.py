@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
+import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -100,6 +102,55 @@ def test_a_failed_loan_keeps_no_map_lent(files, tmp_path):
     assert len(cache._maps) <= 2
     (file,) = cache.take(files[:1])
     assert file.borrowers == 1
+
+
+def test_what_was_read_of_a_truncated_file_is_refused_and_the_file_mapped_again(tmp_path):
+    """[S.g]"""
+    path = tmp_path / "file"
+    path.write_bytes(b"\1" * 5000)
+    maps, request = MapCache(), FileRequest(path, 5000)
+
+    def read_while_it_is_truncated():
+        with maps.borrow([request]) as (file,):
+            os.truncate(path, 100)
+            assert int(file.data[:4096].sum()) == 100  # a part of a page reads as zeros
+
+    with pytest.raises(StoreCorruptError, match="file: must keep its 5000 bytes while it is read, got 100;"):
+        read_while_it_is_truncated()
+    assert len(maps._maps) == 0
+    path.write_bytes(b"\1" * 5000)
+    with maps.borrow([request]) as (file,):
+        assert int(file.data.sum()) == 5000
+
+
+def test_a_file_that_was_truncated_since_it_was_mapped_is_not_lent(tmp_path):
+    """[S.g]"""
+    path = tmp_path / "file"
+    path.write_bytes(b"\1" * 5000)
+    maps, request = MapCache(), FileRequest(path, 5000)
+    maps.give_back(maps.take([request]))
+    os.truncate(path, 0)
+    with pytest.raises(StoreCorruptError, match="file: must keep its 5000 bytes while it is read, got 0;"):
+        maps.take([request])
+    assert len(maps._maps) == 0
+
+
+def test_reading_stores_changes_no_signal_handler(tmp_path):
+    """[S.g] In a training process SIGBUS belongs to the user, as to torch's workers."""
+    (tmp_path / "file").write_bytes(b"1")
+    code = """if True:
+        import sys
+        from pathlib import Path
+        import tokenmill
+        from tokenmill.store.reader import FileRequest, map_file
+        file = map_file(FileRequest(Path(sys.argv[1]), 1))
+        print(next(line for line in open("/proc/self/status") if line.startswith("SigCgt")))
+    """
+    if not Path("/proc/self/status").exists():
+        pytest.skip("this system does not list the handlers of a process")
+    command = [sys.executable, "-c", code, str(tmp_path / "file")]
+    caught = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[1], 16)
+    assert not caught >> (signal.SIGBUS - 1) & 1
 
 
 def test_a_missing_file_is_named_with_the_way_out(tmp_path):

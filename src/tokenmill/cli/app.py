@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import inspect
 import logging
 import os
@@ -10,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -109,6 +110,8 @@ def _version(version: bool = typer.Option(False, "--version", help="Print the ve
 
 def main() -> None:
     """Run the command line; an error of ours, or of a path, is one message and not a traceback."""
+    with suppress(OSError, ValueError):  # stderr may be closed, or no file
+        faulthandler.enable()
     ui.take_over()
     errors.wording = _worded
     logger = logging.getLogger("tokenmill")

@@ -13,7 +13,6 @@ import msgspec
 
 from tokenmill.documents import units
 from tokenmill.errors import DocumentError, nearest
-from tokenmill.faults import forget, num_faults, watch
 from tokenmill.tables import field_path
 
 if TYPE_CHECKING:
@@ -451,24 +450,17 @@ def _mapped(file: units.InputFile) -> Iterator[tuple[pa.NativeFile, bool, Callab
         raise _damaged(file, "a stream without its end")
     try:
         with pa.memory_map(file.path) as source:
-            whole = source.read_buffer()  # what is read of it is a part of the map
-            source.seek(0)
-            place = watch(whole.address, whole.size)
-            try:
-                yield source, is_file, partial(_check_whole, file, place)
-            finally:
-                forget(place)
-                del whole  # not earlier: another map could get its address
+            yield source, is_file, partial(_check_whole, file)
     except DocumentError:
         raise
     except (pa.ArrowException, OSError, EOFError, ValueError, MemoryError) as error:
         raise _damaged(file, " ".join(str(error).split())) from None
 
 
-def _check_whole(file: units.InputFile, place: int | None) -> None:
-    """Refuse what was read of a file that was cut meanwhile: zeros stand where bytes are gone."""
-    if num_faults(place):
-        raise _damaged(file, "one that was cut while it was read")
+def _check_whole(file: units.InputFile) -> None:
+    """Raise if the file was truncated while it was mapped: its last page reads as zeros."""
+    if units.is_changed(file):
+        raise _damaged(file, "a file whose size changed while it was read")
 
 
 def _damaged(file: units.InputFile, what: str) -> DocumentError:

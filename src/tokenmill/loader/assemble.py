@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import numpy as np
 
 from tokenmill.errors import StoreCorruptError
-from tokenmill.faults import missing_pages
 from tokenmill.loader import kernels
 from tokenmill.loader.layout import Layout
 from tokenmill.packing.rows import StoredRows, next_uses
@@ -281,7 +280,6 @@ class Block(ABC):
         stores = [source.store for source in index.values()]
         self._pad = pad_id(stores[0].manifest.tokenizer) if stores else 0
         self._maps: list[tuple[MapCache, list[MappedFile]]] = []
-        self._faults = missing_pages[0]
         self._next_look = 0.0
         """When the sizes of the mapped files are to be looked at."""
         self._fetching = fetching or FetchOptions()
@@ -319,7 +317,7 @@ class Block(ABC):
         if self._arriving:
             self._wait_for_tokens()
         self._fill(number, next(iter(out.values())).shape[0], out, drawn)
-        if monotonic() > self._next_look or missing_pages[0] != self._faults:
+        if monotonic() > self._next_look:
             self._check_files()
         return out
 
@@ -349,12 +347,11 @@ class Block(ABC):
     def _check_files(self) -> None:
         """Refuse what was copied of files that became shorter meanwhile."""
         begin = monotonic()
-        self._faults = missing_pages[0]
         for maps, files in self._maps:
             for file in files:
                 maps.check(file)
-        # Missing pages are noticed at once. A page that is cut in its middle reads as zeros: only the size of the
-        # file shows that, and to look at it is a system call, of about a microsecond a file.
+        # The last page of a truncated file reads as zeros. Only the size of the file shows that, and to look at it
+        # is a system call of about a microsecond per file.
         self._next_look = monotonic() + LOOK_EVERY * (monotonic() - begin)
 
     @abstractmethod
@@ -396,6 +393,11 @@ class Block(ABC):
             documents = rows.spans(row.reshape(1)).document  # none in a row that only fills a batch
             kept.append(rows.store.origin(int(documents[0])).kept if documents.size else {})
         return {name: _column([each.get(name) for each in kept]) for name in names}
+
+    def finish(self) -> None:
+        """Raise if a file was truncated while this block was read, and release the maps."""
+        self._check_files()
+        self.release()
 
     def release(self) -> None:
         """Give the maps back; nothing can be copied afterwards."""

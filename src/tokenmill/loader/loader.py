@@ -750,7 +750,8 @@ def _inline(loader: Loader) -> Iterator[Batch]:
                 ready = batch(number, out) if is_local else loader._wait(block, partial(batch, number, out))
                 yield loader._finished(block, number, ready) if finishes else ready
                 del out, ready  # or the next batch would need other memory, as this frame held on to it
-            begun.pop(0).release()
+            begun[0].finish()
+            del begun[0]
     finally:
         for block in begun:
             block.release()
@@ -781,7 +782,8 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
         block, batches, last = waiting.popleft()
         ready = batches.result() if batches.done() else loader._wait(block.result(), batches.result)
         if last:
-            blocks.popleft().result().release()
+            blocks[0].result().finish()
+            blocks.popleft()
         return ready
 
     try:

@@ -11,7 +11,6 @@ import mmap
 import os
 import sys
 import threading
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -25,7 +24,6 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreError, StoreFileMissingError, nearest
-from tokenmill.faults import forget, num_faults, watch
 from tokenmill.store import layout
 from tokenmill.store.layout import WAY_OUT
 from tokenmill.store.records import Records
@@ -63,22 +61,19 @@ class MappedFile:
     """What the system knows of the map; None for what is in memory or empty."""
     end: int = 0
     """How many bytes the file must keep."""
-    watched: int | None = None
-    """Where the pages are counted that were missing when they were read."""
     borrowers: int = 0
 
     def check(self) -> None:
-        """Refuse what was read of a file that became shorter meanwhile: zeros stand where bytes are gone.
+        """Raise if the file has become shorter: the last page of a truncated file reads as zeros.
 
-        To be called after reading. Where missing pages cannot be watched, reading them ends the process.
+        Call it after reading, too. Reading a page that is gone ends the process with SIGBUS.
         """
         if self.mapping is None:
             return
         size = self.mapping.size()
-        if size < self.end or num_faults(self.watched):
+        if size < self.end:
             raise StoreCorruptError(
-                f"{self.path}: must keep its {self.end} bytes while it is read, got {size}"
-                f"{' after it was cut' if size >= self.end else ''}; {WAY_OUT}"
+                f"{self.path}: must keep its {self.end} bytes while it is read, got {size}; {WAY_OUT}"
             )
 
 
@@ -213,6 +208,7 @@ class MapCache:
         """Return the map of a file, which is now the one that was used last; the lock must be held."""
         file = self._maps.get(request)
         if file is not None:
+            self._check(file)
             self._maps.move_to_end(request)
             return file
         if len(self._maps) >= self.limit:
@@ -250,13 +246,16 @@ class MapCache:
 
     def check(self, file: MappedFile) -> None:
         """Refuse what was read of a file that was cut; once it is put back, it is mapped anew."""
+        with self._lock:
+            self._check(file)
+
+    def _check(self, file: MappedFile) -> None:
         try:
             file.check()
         except StoreCorruptError:
-            with self._lock:
-                for request in [request for request, mapped in self._maps.items() if mapped is file]:
-                    del self._maps[request]
-                    self._verified.discard(request)
+            for request in [request for request, mapped in self._maps.items() if mapped is file]:
+                del self._maps[request]
+                self._verified.discard(request)
             raise
 
     def _return(self, files: Sequence[MappedFile]) -> None:
@@ -297,10 +296,7 @@ def map_file(request: Request) -> MappedFile:
         if request.wanted > LARGE_BYTES and hasattr(mmap, "MADV_RANDOM"):
             mapped.madvise(mmap.MADV_RANDOM)
         data = np.frombuffer(mapped, np.uint8, request.wanted, before)
-    address = int(data.ctypes.data)
-    place = watch(address - before, len(mapped))
-    weakref.finalize(mapped, forget, place).atexit = False
-    return MappedFile(request.path, data, address, mapped, request.begin + request.wanted, place)
+    return MappedFile(request.path, data, int(data.ctypes.data), mapped, request.begin + request.wanted)
 
 
 def read_range(request: Request, begin: int, size: int) -> Uint8Array:

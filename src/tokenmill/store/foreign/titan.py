@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError, TokenmillError
-from tokenmill.faults import forget, num_faults, watch
 from tokenmill.store.foreign.files import (
     BLOCK,
     FORMATS,
@@ -320,19 +319,14 @@ def _opened(file: Path) -> Iterator[tuple[_Batches, Callable[[int], dict[str, _L
         with pa.memory_map(str(real)) as source:
             whole = source.read_buffer()  # a part of the map, so that its address is that of the file
             source.seek(0)
-            mapped, place = whole.size, watch(whole.address, whole.size)
 
             def check_whole() -> None:
-                if num_faults(place) or mapped != size:
-                    raise OSError("a file that was cut while it was read")
+                if whole.size != size or real.stat().st_size < size:
+                    raise OSError("a file that was truncated while it was read")
 
-            try:
-                reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
-                batches = _Batches(reader, is_file=is_file)
-                yield batches, partial(_columns, real, size, whole.address, batches), check_whole
-            finally:
-                forget(place)
-                del whole  # not earlier: another map could get its address
+            reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+            batches = _Batches(reader, is_file=is_file)
+            yield batches, partial(_columns, real, size, whole.address, batches), check_whole
     except TokenmillError:
         raise
     except (pa.ArrowException, OSError, EOFError, ValueError, OverflowError, MemoryError) as error:
