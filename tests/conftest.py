@@ -192,4 +192,4 @@ def azure(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 @pytest.fixture(autouse=True)
 def few_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let stores have 64 maps open instead of 1,024, so that small ones meet the limit."""
-    monkeypatch.setattr("tokenmill.store.reader.MAX_MAPS", 64)
+    monkeypatch.setattr("tokenmill.store.maps.MAX_MAPS", 64)

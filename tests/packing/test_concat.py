@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenmill.errors import PlanError
 from tokenmill.packing import ConcatRows
 from tokenmill.store import open_store
-from tokenmill.store.reader import MapCache
+from tokenmill.store.maps import MapCache
 from tokenmill.types import Span
 
 

@@ -18,7 +18,7 @@ from tokenmill.plan import StageSpec, compile_plan
 from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import NOTHING, Seen
 from tokenmill.store import open_store
-from tokenmill.store.reader import MapCache
+from tokenmill.store.maps import MapCache
 
 POLICIES = [
     Policy(name="concat"),

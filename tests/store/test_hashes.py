@@ -8,8 +8,8 @@ import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec, StoreWriter, check_store, open_store, verify
-from tokenmill.store.files import footer_bytes
-from tokenmill.store.notes import EMPTY, compute_hashes, hash_records, hashes_file, read_hashes, write_hashes
+from tokenmill.store.hashes import EMPTY, compute_hashes, hash_records, hashes_file, read_hashes, write_hashes
+from tokenmill.store.sections import footer_bytes
 
 LENGTHS = [5, 0, 9, 1, 30, 12, 9]
 

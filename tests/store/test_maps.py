@@ -14,7 +14,7 @@ import pytest
 
 from tokenmill.errors import StoreCorruptError, StoreMissingError
 from tokenmill.store import StoreSpec, StoreWriter, open_store
-from tokenmill.store.reader import MAX_MAPS, FileRequest, MapCache, map_file
+from tokenmill.store.maps import MAX_MAPS, FileRequest, MapCache, map_file
 
 NUM_SHARDS = 200
 
@@ -142,7 +142,7 @@ def test_reading_stores_changes_no_signal_handler(tmp_path):
         import sys
         from pathlib import Path
         import tokenmill
-        from tokenmill.store.reader import FileRequest, map_file
+        from tokenmill.store.maps import FileRequest, map_file
         file = map_file(FileRequest(Path(sys.argv[1]), 1))
         print(next(line for line in open("/proc/self/status") if line.startswith("SigCgt")))
     """

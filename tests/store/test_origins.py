@@ -17,8 +17,8 @@ from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreExi
 from tokenmill.run.inspect import inspect_document, tokenizer_of
 from tokenmill.store import Origin, open_store, verify
 from tokenmill.store.layout import shard_name
-from tokenmill.store.notes import origins_file
-from tokenmill.store.reader import join_stores
+from tokenmill.store.opening import join_stores
+from tokenmill.store.origins import origins_file
 from tokenmill.store.remote.upload import upload
 from tokenmill.types import RemoteOptions
 

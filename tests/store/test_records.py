@@ -10,7 +10,7 @@ import pytest
 import tokenmill as tm
 from tokenmill.errors import PlanError, TokenizerError
 from tokenmill.store import open_store
-from tokenmill.store.reader import join_stores
+from tokenmill.store.opening import join_stores
 from tokenmill.store.remote.upload import upload
 
 TEXTS = [f"a mill grinds {number} stones" for number in range(12)]

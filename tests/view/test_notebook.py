@@ -11,7 +11,7 @@ import pytest
 from tests.view.conftest import write_lines
 
 import tokenmill as tm
-from tokenmill.store.reader import join_stores
+from tokenmill.store.opening import join_stores
 from tokenmill.store.remote.upload import upload
 from tokenmill.view.pages import store_page
 from tokenmill.view.views import Opened, store_view

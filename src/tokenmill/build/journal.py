@@ -36,7 +36,7 @@ from tokenmill.errors import StoreCorruptError, StoreExistsError, StoreMissingEr
 from tokenmill.fingerprint import digest, first_difference
 from tokenmill.store import layout, writer
 from tokenmill.store.files import in_threads, make_folder, sync_folder, write_atomically
-from tokenmill.store.notes import origins_file, publish_origins
+from tokenmill.store.origins import origins_file, publish_origins
 from tokenmill.tables import as_json, read_table
 
 MAX_LISTED = 1000

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tokenmill.build.downloads import copy_inputs
 from tokenmill.documents import InputFile
 from tokenmill.documents.inputs import suffix_of
 from tokenmill.errors import ConfigError, StoreExistsError
 from tokenmill.fingerprint import digest
 from tokenmill.store.layout import MANIFEST
 from tokenmill.store.remote.client import Client, parse_address
-from tokenmill.store.remote.inputs import copy_inputs
 from tokenmill.store.remote.upload import upload
 from tokenmill.tables import is_address, path_of
 

@@ -33,7 +33,7 @@ from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
 from tokenmill.store import StoreSpec
 from tokenmill.store.files import make_folder, sync_folder, write_parts, write_parts_atomically
 from tokenmill.store.lease import has_ended, this_process
-from tokenmill.store.notes import OriginCheckpoint, OriginWriter
+from tokenmill.store.origins import OriginCheckpoint, OriginWriter
 from tokenmill.store.writer import ShardSeries, token_starts
 from tokenmill.tables import as_json, field_of, read_table
 from tokenmill.types import RECORD_TYPES, AnyArray, Int64Array, Records, Refused, Uint8Array

@@ -242,7 +242,7 @@ def verify(
     """
     from tokenmill.run.inspect import stores_at
     from tokenmill.store import ForeignOptions, check_store, open_store
-    from tokenmill.store.notes import write_hashes
+    from tokenmill.store.hashes import write_hashes
 
     options = ForeignOptions(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, bos_id=bos_id, format=format)
     named_places = [ui.place(store) for store in stores]

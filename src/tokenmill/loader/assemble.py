@@ -23,7 +23,8 @@ from tokenmill.loader.layout import Layout
 from tokenmill.packing.rows import StoredRows, next_uses
 from tokenmill.plan.stages import Rows, rows_at
 from tokenmill.store.layout import PAGE_BYTES, key_file
-from tokenmill.store.reader import RangeRequest, Ranges, wanted_of
+from tokenmill.store.ranges import RangeRequest, Ranges
+from tokenmill.store.store import wanted_of
 from tokenmill.types import (
     RECORD_TYPES,
     STORED_ARRAYS,
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
     from tokenmill.packing.records import Runs
     from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import Stage
-    from tokenmill.store.reader import Loan, MapCache, MappedFile, Request, Store
+    from tokenmill.store.maps import MapCache, MappedFile
+    from tokenmill.store.ranges import Loan, Request
+    from tokenmill.store.store import Store
 
 
 LOOK_EVERY = 200

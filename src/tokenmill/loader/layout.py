@@ -24,8 +24,8 @@ from tokenmill.fingerprint import digest
 from tokenmill.packing.index import compute_in_order, kept_file
 from tokenmill.packing.rows import StoredRows
 from tokenmill.plan.stages import rows_at
-from tokenmill.store.files import read_index, write_index
-from tokenmill.store.reader import MappedFile
+from tokenmill.store.maps import MappedFile
+from tokenmill.store.sections import read_index, write_index
 from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint16Array, counted_from
 
 if TYPE_CHECKING:

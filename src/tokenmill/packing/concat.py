@@ -33,7 +33,7 @@ from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.plan.stages import CountedRows, Seen
-    from tokenmill.store.reader import Store
+    from tokenmill.store.store import Store
 
     TokenRuns: TypeAlias = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
     """Runs of tokens of the store: (first token, length, which of the mapped shards has it, number of the run)."""

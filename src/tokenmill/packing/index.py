@@ -47,10 +47,10 @@ from tokenmill.packing.packers import (
     pack_fragments,
     whole_fragments,
 )
-from tokenmill.store.files import read_index, write_index
 from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.store.lease import locked
-from tokenmill.store.reader import MappedFile
+from tokenmill.store.maps import MappedFile
+from tokenmill.store.sections import read_index, write_index
 from tokenmill.types import (
     BoolArray,
     Fates,

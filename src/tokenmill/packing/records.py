@@ -28,7 +28,7 @@ from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int64Array
 if TYPE_CHECKING:
     from tokenmill.packing.packers import Policy
     from tokenmill.plan.stages import CountedRows, Seen
-    from tokenmill.store.reader import Store
+    from tokenmill.store.store import Store
 
 _BLOCK = 1 << 18
 """Records that are looked at together."""

@@ -31,7 +31,7 @@ from tokenmill.packing.index import (
 from tokenmill.packing.packers import CUT_DOCUMENTS, MAX_DOCUMENTS
 from tokenmill.plan.stages import LAST_STEP, NOTHING, CountedRows, Held, Seen, next_steps
 from tokenmill.store.layout import OFFSET_DTYPE, ROWS_FOLDER, index_file
-from tokenmill.store.reader import Store, bad_offsets
+from tokenmill.store.store import Store, bad_offsets
 from tokenmill.types import (
     NO_DOCUMENTS,
     AnyArray,

@@ -32,8 +32,8 @@ from tokenmill.plan.plan import Plan, compile_in_turn
 from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import NOTHING, Held, StageSpec
 from tokenmill.store import Store
+from tokenmill.store.hashes import EMPTY, hash_documents, read_hashes
 from tokenmill.store.layout import is_ours
-from tokenmill.store.notes import EMPTY, hash_documents, read_hashes
 from tokenmill.tables import names_of
 from tokenmill.types import MASK_KEYS, NO_DOCUMENTS, RECORD_TYPES, Batch, BoolArray, Int64Array, Uint64Array
 

@@ -266,7 +266,7 @@ class Run:
     def stores(self) -> dict[str, Store]:
         """The open store of each source; they share one bounded set of maps."""
         from tokenmill.store import open_store
-        from tokenmill.store.reader import MapCache
+        from tokenmill.store.maps import MapCache
 
         stored = [source for source in self.config.sources if not source.live]
         maps = MapCache() if stored else None
@@ -392,8 +392,8 @@ class Run:
         ]
         if not any(map(is_address, texts)):
             return texts
+        from tokenmill.build.downloads import copy_inputs
         from tokenmill.documents.inputs import suffix_of
-        from tokenmill.store.remote.inputs import copy_inputs
 
         folder = (self.folder / ".tokenmill" / "inputs").absolute()
         copies = copy_inputs(

@@ -14,9 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tokenmill.store.layout import Manifest, ShardInfo, read_manifest
-from tokenmill.store.notes import Origin
-from tokenmill.store.reader import Store, open_store
+from tokenmill.store.opening import open_store
+from tokenmill.store.origins import Origin
 from tokenmill.store.records import Record, RecordSlice
+from tokenmill.store.store import Store
 from tokenmill.store.verify import VerifyReport, check_store, verify
 from tokenmill.store.writer import StoreSpec, StoreWriter
 

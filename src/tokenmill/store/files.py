@@ -1,4 +1,4 @@
-"""Files that survive a crash: written whole or not at all, growing under a checksum, or ending in a footer."""
+"""Files that survive a crash: written whole or not at all, or growing under a checksum."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
 import numpy as np
 import xxhash
 
-from tokenmill.errors import StoreCorruptError, StoreError, writing
+from tokenmill.errors import StoreCorruptError, writing
 from tokenmill.store.layout import FileInfo
-from tokenmill.store.reader import FileRequest, MappedFile, map_file
-from tokenmill.tables import read_json
-from tokenmill.types import AnyArray, Uint8Array
+from tokenmill.types import AnyArray
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -185,57 +182,3 @@ class CheckedFile:
         with open(self._path, "rb") as stream:
             mapped = mmap.mmap(stream.fileno(), count * dtype.itemsize, access=mmap.ACCESS_READ)
         return np.frombuffer(mapped, dtype)
-
-
-# Indexes that can always be made again, kept in files beside the data or in a folder of the user's.
-#
-# A file holds bytes, then a footer in JSON that says what they are, its size and its checksum. It is written
-# under a name of its own, synced and renamed, so what has the final name is whole. Any of them can be deleted.
-
-_END = 16
-"""Bytes after a footer: its size, and its checksum."""
-
-
-def write_index(file: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write an index: `write` writes its bytes, and returns its footer, a record or another JSON value."""
-    with new_file(file) as descriptor, open(descriptor, "wb", buffering=1 << 20, closefd=False) as out:
-        write_footed(out, write)
-
-
-def write_footed(out: BinaryIO, write: Callable[[BinaryIO], object]) -> None:
-    """Write the bytes of an index and its footer to a file that is open."""
-    out.write(footer_bytes(write(out)))
-
-
-def footer_bytes(footer: object) -> bytes:
-    """Return what stands after the bytes of an index: its footer, the size and the checksum of that."""
-    encoded = msgspec.json.encode(footer)
-    return encoded + len(encoded).to_bytes(8, "little") + xxhash.xxh3_64_digest(encoded)
-
-
-def write_section(out: BinaryIO, blocks: Iterable[Uint8Array]) -> tuple[int, int, str]:
-    """Write a part of an index, given in blocks, at a multiple of 8; return first byte, size and XXH3-128."""
-    out.write(b"\0" * (-out.tell() % 8))
-    begin = out.tell()
-    state = xxhash.xxh3_128()
-    for block in blocks:
-        state.update(block.data)
-        out.write(block.data)
-    return begin, out.tell() - begin, state.hexdigest()
-
-
-def read_index(file: Path, kind: type[T]) -> tuple[MappedFile, T] | None:
-    """Map an index: its bytes, and its footer as a record; None where there is none, or one cut or changed."""
-    try:
-        mapped = map_file(FileRequest(file, file.stat().st_size))
-        data = mapped.data
-        size = int.from_bytes(data[-_END : -_END + 8].tobytes(), "little") if data.size >= _END else data.size
-        end = max(0, data.size - _END - size)
-        footer = data[end:-_END].tobytes()
-        if len(footer) != size or xxhash.xxh3_64_digest(footer) != data[-8:].tobytes():
-            return None
-        mapped.check()
-        mapped.data = data[:end]
-        return mapped, read_json(kind, footer, f"{file}:", error=StoreCorruptError)
-    except (OSError, StoreError):
-        return None

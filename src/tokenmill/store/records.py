@@ -16,8 +16,8 @@ from tokenmill.store.layout import token_keys
 from tokenmill.types import MASK_KEYS, STORED_ARRAYS, Int64Array
 
 if TYPE_CHECKING:
-    from tokenmill.store.notes import Origin
-    from tokenmill.store.reader import Store, Value
+    from tokenmill.store.origins import Origin
+    from tokenmill.store.store import Store, Value
 
 
 class Viewer(Protocol):
@@ -197,7 +197,7 @@ class RecordSlice:
 
 def matches(store: Store, wanted: Mapping[str, Collection[bytes]]) -> Iterator[tuple[int, dict[str, bytes]]]:
     """Yield the documents whose kept fields have one of the wanted values each, see `key_of`, and these values."""
-    from tokenmill.store.notes import kept_fields  # late: notes are read by maps themselves
+    from tokenmill.store.origins import kept_fields  # late: notes are read by maps themselves
 
     if not wanted:
         raise ConfigError('find: no field to look for; pass one, such as url="https://..."')

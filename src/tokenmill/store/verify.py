@@ -20,7 +20,8 @@ import xxhash
 
 from tokenmill.errors import FULL, StoreCorruptError, StoreError
 from tokenmill.store import layout
-from tokenmill.store.files import make_folder, read_index, write_atomically, write_index, write_section
+from tokenmill.store.files import make_folder, write_atomically
+from tokenmill.store.hashes import check_hashes
 from tokenmill.store.layout import (
     JOURNAL_FOLDER,
     MANIFEST,
@@ -30,24 +31,12 @@ from tokenmill.store.layout import (
     read_manifest,
 )
 from tokenmill.store.lease import leased_folder
-from tokenmill.store.notes import check_hashes, check_origins
-from tokenmill.store.reader import (
-    FileRequest,
-    MappedFile,
-    RangeRequest,
-    Ranges,
-    Request,
-    Store,
-    file_request,
-    map_file,
-    merged,
-    open_store,
-    part_of,
-    read_ours,
-    read_range,
-    sparse_map,
-    store_of,
-)
+from tokenmill.store.maps import FileRequest, MappedFile, map_file
+from tokenmill.store.opening import open_store, read_ours, store_of
+from tokenmill.store.origins import check_origins
+from tokenmill.store.ranges import RangeRequest, Ranges, Request, merged, part_of, read_range, sparse_map
+from tokenmill.store.sections import read_index, write_index, write_section
+from tokenmill.store.store import Store, file_request
 from tokenmill.tables import is_address, path_of
 from tokenmill.types import RemoteOptions, Uint8Array, Uint64Array
 

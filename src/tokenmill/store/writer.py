@@ -19,10 +19,11 @@ import xxhash
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import layout
 from tokenmill.store.files import CheckedFile, make_folder, sync_folder, write_atomically
+from tokenmill.store.hashes import finish_hashes, hash_records, hashes_file
 from tokenmill.store.layout import MANIFEST, FileInfo, Manifest, ShardInfo, manifest_bytes
 from tokenmill.store.lease import Lease
-from tokenmill.store.notes import finish_hashes, hash_records, hashes_file
-from tokenmill.store.reader import Store, store_of
+from tokenmill.store.opening import store_of
+from tokenmill.store.store import Store
 from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, IntegerArray
 

@@ -8,7 +8,7 @@ import pytest
 from tokenmill.errors import StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.run.run import Run
 from tokenmill.store import import_store, open_store
-from tokenmill.store.reader import FileRequest, MemoryRequest
+from tokenmill.store.maps import FileRequest, MemoryRequest
 
 
 def test_a_mask_of_a_byte_a_token_stays_where_it_is(tmp_path, tools):

@@ -17,7 +17,7 @@ import xxhash
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
 from tokenmill.run.run import Run
 from tokenmill.store import ForeignOptions, detect_format, import_store, open_store, verify
-from tokenmill.store.reader import FileRequest, MapCache, MemoryRequest
+from tokenmill.store.maps import FileRequest, MapCache, MemoryRequest
 
 
 def test_the_format_is_told_by_the_files(write, name):

@@ -12,13 +12,13 @@ from tests.object_server import SECRET_KEY, free_ports
 from typer.testing import CliRunner
 
 import tokenmill as tm
+from tokenmill.build.downloads import copy_inputs
 from tokenmill.cli.app import app
 from tokenmill.errors import StoreError, StoreUnreachableError
 from tokenmill.store import open_store
 from tokenmill.store.layout import MANIFEST
 from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.remote.fetch import Network
-from tokenmill.store.remote.inputs import copy_inputs
 from tokenmill.store.remote.upload import upload
 from tokenmill.types import RemoteOptions
 

@@ -22,7 +22,8 @@ from tokenmill.store import open_store, read_manifest
 from tokenmill.store.foreign.files import files_of, find_files
 from tokenmill.store.foreign.formats import written_positions
 from tokenmill.store.layout import GIVEN, UNKNOWN, is_ours, key_file
-from tokenmill.store.reader import FileRequest, MemoryRequest, RangeRequest, read_range
+from tokenmill.store.maps import FileRequest, MemoryRequest
+from tokenmill.store.ranges import RangeRequest, read_range
 from tokenmill.store.writer import POSITION_IDS
 from tokenmill.tables import check_choice, check_positive, check_types
 from tokenmill.types import STORED_ARRAYS, AnyArray, Int64Array

@@ -30,7 +30,7 @@ from tokenmill.packing.rows import LOSS_MASK
 from tokenmill.store import Store, open_store
 from tokenmill.store.foreign.files import memmap_tokens
 from tokenmill.store.layout import is_ours
-from tokenmill.store.reader import MapCache
+from tokenmill.store.maps import MapCache
 from tokenmill.tables import Count
 from tokenmill.types import AnyArray
 

@@ -21,7 +21,7 @@ from tokenmill.store.foreign.open import (
     tokenizer_of,
 )
 from tokenmill.store.layout import axis_of, is_ours
-from tokenmill.store.reader import Store
+from tokenmill.store.store import Store
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD, StoreSpec, StoreWriter
 from tokenmill.tables import check_types, path_of
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array

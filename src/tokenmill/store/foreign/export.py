@@ -29,8 +29,9 @@ from tokenmill.store.foreign.files import MEGATRON_MAGIC, META, ForeignOptions
 from tokenmill.store.foreign.formats import MEGATRON_HEADER
 from tokenmill.store.foreign.open import SIDECAR
 from tokenmill.store.layout import UNKNOWN, token_keys
-from tokenmill.store.notes import kept_fields
-from tokenmill.store.reader import Store, open_store
+from tokenmill.store.opening import open_store
+from tokenmill.store.origins import kept_fields
+from tokenmill.store.store import Store
 from tokenmill.store.writer import POSITION_IDS, import_h5py
 from tokenmill.tables import check_option, path_of
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array

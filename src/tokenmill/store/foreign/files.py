@@ -17,7 +17,8 @@ import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.store.layout import MANIFEST, is_ours, read_at, stores_below
-from tokenmill.store.reader import FileRequest, read_range
+from tokenmill.store.maps import FileRequest
+from tokenmill.store.ranges import read_range
 from tokenmill.store.writer import H5_MAGIC
 from tokenmill.tables import check_option, path_of
 from tokenmill.types import MASK_KEYS, STORED_ARRAYS, TOKEN_KEYS, AnyArray, Int64Array, natural_key

@@ -38,7 +38,8 @@ from tokenmill.store.foreign.files import (
     sample_blocks,
 )
 from tokenmill.store.layout import axes_of, axis_of
-from tokenmill.store.reader import FileRequest, read_range
+from tokenmill.store.maps import FileRequest
+from tokenmill.store.ranges import read_range
 from tokenmill.store.writer import POSITION_IDS, import_h5py
 from tokenmill.types import TRAINING_TYPES, AnyArray, Int64Array
 

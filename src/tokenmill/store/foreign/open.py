@@ -18,7 +18,6 @@ from tokenmill.caches import private_folder, writable
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError
 from tokenmill.fingerprint import digest
 from tokenmill.store import layout
-from tokenmill.store.files import read_index, write_index, write_section
 from tokenmill.store.foreign.files import (
     BLOCK,
     IMPORT,
@@ -53,7 +52,11 @@ from tokenmill.store.layout import (
     key_file,
     token_keys,
 )
-from tokenmill.store.reader import FileRequest, MapCache, MemoryRequest, Request, Store, map_file, store_of
+from tokenmill.store.maps import FileRequest, MapCache, MemoryRequest, map_file
+from tokenmill.store.opening import store_of
+from tokenmill.store.ranges import Request
+from tokenmill.store.sections import read_index, write_index, write_section
+from tokenmill.store.store import Store
 from tokenmill.store.verify import Progress, VerifyReport, collected
 from tokenmill.tables import read_json
 from tokenmill.types import MASK_KEYS, Int64Array, Uint8Array

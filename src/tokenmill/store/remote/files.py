@@ -26,16 +26,8 @@ from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMi
 from tokenmill.store import layout
 from tokenmill.store.files import new_file, write_all
 from tokenmill.store.lease import locked
-from tokenmill.store.reader import (
-    FileRequest,
-    MappedFile,
-    RangeRequest,
-    Ranges,
-    Request,
-    merged,
-    part_of,
-    sparse_map,
-)
+from tokenmill.store.maps import FileRequest, MappedFile
+from tokenmill.store.ranges import RangeRequest, Ranges, Request, merged, part_of, sparse_map
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, overwritten, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
 from tokenmill.store.remote.mirror import Mirror, Wanted, check_platform, warn_unused

@@ -19,7 +19,7 @@ import xxhash
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError
 from tokenmill.store import layout
 from tokenmill.store.layout import FileInfo
-from tokenmill.store.reader import read_ours
+from tokenmill.store.opening import read_ours
 from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.verify import add_page_sums_only, read_sums, sums_file
 from tokenmill.tables import is_address, path_of

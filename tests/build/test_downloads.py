@@ -12,9 +12,9 @@ from tests.object_server import SECRET_KEY
 
 import tokenmill as tm
 from tokenmill.build import plan_units, run_part
+from tokenmill.build.downloads import copy_inputs
 from tokenmill.errors import DocumentError
 from tokenmill.store.remote.client import Client, parse_address
-from tokenmill.store.remote.inputs import copy_inputs
 
 
 @pytest.fixture(params=["s3", "file"])
@@ -109,7 +109,7 @@ def test_the_bytes_that_are_written_grow_with_the_objects_and_no_faster(tmp_path
 
 KILLED = """
 import os, signal, sys
-from tokenmill.store.remote.inputs import copy_inputs
+from tokenmill.build.downloads import copy_inputs
 
 def tell(done, total):
     if done >= 40 * 7:
@@ -151,7 +151,7 @@ def test_a_copy_of_an_object_that_changed_is_not_taken_for_the_one_before(tmp_pa
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("tokenmill.store.remote.inputs.sync_folder", end)
+        patch.setattr("tokenmill.build.downloads.sync_folder", end)
         with pytest.raises(KeyboardInterrupt):
             copy_inputs(place, here, is_known=is_known)
     with open(copy, "rb") as file:
@@ -227,7 +227,7 @@ def test_sources_of_text_in_object_storage_give_the_batches_of_local_files(corpu
 
 @pytest.mark.usefixtures("corpus")
 def test_a_long_copy_that_nobody_watches_says_how_far_it_is(place, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("tokenmill.store.remote.inputs.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("tokenmill.build.downloads.LINE_SECONDS", 0.0)
     copy_inputs(below(place, "a.jsonl"), tmp_path / "here", is_known=is_known)
     assert "inputs are copied from object storage: 0 of 0 MB" in caplog.text
 

@@ -1,21 +1,16 @@
-"""What a store notes of each document beside its tokens: where it came from, and a hash of its tokens.
+"""Origins: the input file and line of each document, and the fields of its record that were kept.
 
-Origins: the file and line of each document, and the fields of its record that were kept. A build notes them for
-each unit as it goes (`OriginWriter`), in the folder of the unit, and publishes them with the unit's shards.
-`.origins/00007.bin` in a store speaks of the documents from shard 7 on, up to the next such file: those of one
-unit. Documents of consecutive lines are one run, so it takes a few bytes for each record that was left out, not for
-each that was taken; fields are kept for each document, as JSON.
-
-Hashes: 8 bytes a document, by which documents of two stores are known for the same. `.hashes/00007.bin` has those
-of shard 7, written with the shard; `write_hashes` adds them to a store of an earlier tokenmill. BOS before a
-document and EOS behind it do not count, nor does the width of ids, so that the same text has the same hash in every
-store of one tokenizer. `docs/reference/store-format.md` is the layout of both.
+A build records them for each unit as it runs (`OriginWriter`), in the folder of the unit, and publishes them with
+the shards of the unit. `.origins/00007.bin` in a store describes the documents from shard 7 up to the next such
+file: those of one unit. Documents of consecutive lines are one run, so the file grows with the records that were
+left out, not with those that were taken. Kept fields take space for each document, as JSON.
+`docs/reference/store-format.md` has the layout.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import repeat
@@ -26,37 +21,19 @@ import msgspec
 import numpy as np
 import xxhash
 
-from tokenmill.errors import StoreCorruptError, StoreError
+from tokenmill.errors import StoreCorruptError
 from tokenmill.store import layout
-from tokenmill.store.files import (
-    CheckedFile,
-    footer_bytes,
-    make_folder,
-    read_index,
-    write_footed,
-    write_index,
-    write_section,
-)
-from tokenmill.store.layout import (
-    HASHES_FOLDER,
-    ORIGINS_FOLDER,
-    WAY_OUT,
-    Count,
-    FileInfo,
-    Manifest,
-    ShardInfo,
-    is_shard_name,
-)
-from tokenmill.store.reader import MappedFile
-from tokenmill.types import AnyArray, Int64Array, Uint8Array, Uint64Array
+from tokenmill.store.files import CheckedFile, make_folder
+from tokenmill.store.layout import ORIGINS_FOLDER, WAY_OUT, Count, FileInfo, Manifest, is_shard_name
+from tokenmill.store.maps import MappedFile
+from tokenmill.store.sections import read_index, write_footed, write_section
+from tokenmill.types import AnyArray, Int64Array, Uint8Array
 
 if TYPE_CHECKING:
-    from tokenmill.store.reader import Store
+    from tokenmill.store.store import Store
 
-ORIGINS_FORMAT, HASHES_FORMAT = "tokenmill-origins-1", "tokenmill-hashes-1"
+ORIGINS_FORMAT = "tokenmill-origins-1"
 
-
-# Origins: noted while a unit is built, and published with it.
 
 RUNS, ENDS, KEPT = "runs", "kept-ends", "kept"
 """Files in the folder of a unit, and sections of what is published: runs of lines, where the kept fields of each
@@ -231,7 +208,7 @@ def kept_fields(store: Store, begin: int, end: int) -> Iterator[Mapping[str, Any
     for shard in range(int(shards[0]), int(shards[1]) + 1):
         first, last = (int(document) for document in store.document_begins[shard : shard + 2])
         first, last = max(begin, first), min(end, last)
-        place = _shard_place(store, shard)
+        place = store.shard_place(shard)
         for files in store.remotes:
             if place is not None and place.parent == files.folder:
                 files.bring_origins(place.name)
@@ -332,222 +309,3 @@ def check_origins(file: Path) -> None:
     ordered: Iterable[AnyArray] = (runs["document"], sections.get(ENDS, np.empty(0, np.uint8)).view("<u8"))
     if any((values[1:] < values[:-1]).any() for values in ordered) or (runs["input"] >= len(footer.inputs)).any():
         raise _bad_origins(file, "numbers out of order")
-
-
-# Hashes: of the tokens of each document.
-
-HASHES = "hashes"
-EMPTY = np.uint64(xxhash.xxh3_64_intdigest(b""))
-"""The hash of a document that has no token but BOS and EOS."""
-_RECORDS = 1 << 14
-_TOKENS = 1 << 20
-"""Records and tokens that are hashed at a time; a record that is larger is hashed alone."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _HashesFooter:
-    """What stands at the end of a file, as JSON."""
-
-    format: str
-    documents: Count
-    of: Mapping[str, str]
-    """File of the shard -> its XXH3-128."""
-    sections: Mapping[str, tuple[Count, Count, str]]
-    """Section -> first byte, number of bytes, XXH3-128."""
-
-
-def hash_records(
-    kind: str, tokenizer: Mapping[str, Any], values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]
-) -> Uint64Array:
-    """Return the hash of each record: of its tokens, or of the hashes of its arrays where it has several."""
-    columns = []
-    for key in layout.token_keys(values):
-        axis = layout.axis_of(kind, key)
-        hashes = _hash_items(values[key], offsets[axis], tokenizer)
-        # A group has several responses: the hash of their hashes.
-        columns.append(_hash_runs(hashes, offsets["groups"]) if axis == "responses" else hashes)
-    if len(columns) == 1:
-        return columns[0]
-    joined = np.ascontiguousarray(np.stack(columns, axis=1))
-    return _hash_runs(joined.reshape(-1), np.arange(len(joined) + 1) * len(columns))
-
-
-def _hash_items(ids: AnyArray, offsets: Int64Array, tokenizer: Mapping[str, Any]) -> Uint64Array:
-    begins, ends = offsets[:-1].copy(), offsets[1:].copy()
-    bos, eos = tokenizer.get("bos_id"), tokenizer.get("eos_id")
-    if bos is not None:
-        some = np.flatnonzero(ends > begins)
-        begins[some] += ids[begins[some]] == bos
-    if eos is not None:
-        some = np.flatnonzero(ends > begins)
-        ends[some] -= ids[ends[some] - 1] == eos
-    return _hash_bytes(np.ascontiguousarray(ids, "<u4"), begins, ends)
-
-
-def _hash_runs(values: AnyArray, offsets: Int64Array) -> Uint64Array:
-    return _hash_bytes(np.ascontiguousarray(values, "<u8"), offsets[:-1], offsets[1:])
-
-
-def _hash_bytes(values: AnyArray, begins: Int64Array, ends: Int64Array) -> Uint64Array:
-    """Return XXH3-64 of runs of values; about a microsecond a run."""
-    width, hash_of = values.itemsize, xxhash.xxh3_64_intdigest
-    data = values.data.cast("B") if values.size else memoryview(b"")
-    runs = zip((begins * width).tolist(), (ends * width).tolist(), strict=True)
-    return np.fromiter((hash_of(data[begin:end]) for begin, end in runs), np.uint64, begins.size)
-
-
-# The hashes of a store.
-
-
-def hashes_file(store: Path, shard: int) -> Path:
-    """Return the file with the hashes of a shard."""
-    return store / HASHES_FOLDER / f"{shard:05d}.bin"
-
-
-def finish_hashes(file: CheckedFile, shard: ShardInfo) -> None:
-    """Write behind the hashes of a shard which shard they are of, and make all of it durable."""
-    section = (0, file.info.bytes, file.info.xxh3)
-    file.write(np.frombuffer(footer_bytes(_hashes_footer(shard, section)), np.uint8))
-    file.sync()
-
-
-def _hashes_footer(shard: ShardInfo, section: tuple[int, int, str]) -> _HashesFooter:
-    return _HashesFooter(
-        format=HASHES_FORMAT, documents=shard.documents, of=_made_of(shard), sections={HASHES: section}
-    )
-
-
-def _made_of(shard: ShardInfo) -> dict[str, str]:
-    return {name: info.xxh3 for name, info in shard.files.items()}
-
-
-def compute_hashes(store: Store, shard: int) -> Iterator[Uint64Array]:
-    """Read the tokens of a shard, and yield the hashes of its documents."""
-    first, last = (int(begin) for begin in store.document_begins[shard : shard + 2])
-    return _compute(store, range(first, last))
-
-
-def hash_documents(store: Store, begin: int, end: int) -> Uint64Array:
-    """Read the tokens of documents `begin` to `end` (exclusive), and return their hashes."""
-    return np.concatenate([np.empty(0, np.uint64), *_compute(store, range(begin, end))])
-
-
-def _compute(store: Store, records: range) -> Iterator[Uint64Array]:
-    """Yield the hashes of documents, read in blocks of bounded size."""
-    kind, keys = store.manifest.kind, layout.token_keys(store.keys)
-    begin, count = records.start, _RECORDS
-    while begin < records.stop:
-        end = min(begin + count, records.stop)
-        starts: dict[str, Int64Array] = {}
-        for axis in dict.fromkeys(layout.axis_of(kind, key) for key in keys):
-            items = (begin, end)
-            if axis == "responses":
-                starts["groups"] = store.offsets("groups", begin, end)
-                items = int(starts["groups"][0]), int(starts["groups"][-1])
-            starts[axis] = store.offsets(axis, *items) if items[1] > items[0] else np.zeros(1, np.int64)
-        tokens = sum(int(s[-1] - s[0]) for axis, s in starts.items() if axis != "groups")
-        if tokens > _TOKENS and end - begin > 1:
-            count = max(1, (end - begin) // 2)
-            continue
-        spans = {key: starts[layout.axis_of(kind, key)] for key in keys}
-        values = {key: store.fetch(int(span[0]), int(span[-1]), key) for key, span in spans.items()}
-        yield hash_records(kind, store.manifest.tokenizer, values, {axis: s - s[0] for axis, s in starts.items()})
-        begin, count = end, min(2 * count, _RECORDS)
-
-
-def read_hashes(store: Store, shard: int) -> Uint64Array | None:
-    """Map the hashes of the documents of a shard; None where the store has none of it.
-
-    A file that is not whole, or not of this shard, is refused.
-    """
-    place = _shard_place(store, shard)
-    if place is None or not is_shard_name(place.name):
-        return None
-    file = hashes_file(place.parent, layout.shard_number(place.name))
-    for files in store.remotes:
-        files.bring(f"{HASHES_FOLDER}/{file.name}")
-    if not file.exists():
-        return None
-    kept = read_index(file, _HashesFooter)
-    info = store.manifest.shards[shard]
-    if kept is None or kept[1].format != HASHES_FORMAT or HASHES not in kept[1].sections:
-        raise _bad_hashes(file, "a cut or changed one")
-    data, footer = kept[0].data, kept[1]
-    begin, size, checksum = footer.sections[HASHES]
-    if dict(footer.of) != _made_of(info) or (footer.documents, size) != (info.documents, 8 * info.documents):
-        raise _bad_hashes(file, "those of another shard")
-    if begin + size != data.size:
-        raise _bad_hashes(file, "a cut or changed one")
-    if xxhash.xxh3_128_hexdigest(data[begin:].data) != checksum:
-        raise _bad_hashes(file, "a flipped byte")
-    kept[0].check()
-    hashes: Uint64Array = data[begin:].view("<u8")
-    return hashes
-
-
-def check_hashes(store: Store, shard: int) -> None:
-    """Refuse the hashes of a shard that are not those of its tokens, which are read for it."""
-    kept = read_hashes(store, shard)
-    if kept is not None:
-        begin = 0
-        for block in compute_hashes(store, shard):
-            if not np.array_equal(kept[begin : begin + block.size], block):
-                raise _bad_hashes(hashes_file(store.path, shard), "others")
-            begin += block.size
-
-
-def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _tokens: None) -> int:
-    """Add the hashes that a store of ours lacks, and return of how many shards; it may be done at any time.
-
-    Those of a store in object storage are uploaded.
-
-    `progress` is told the tokens that were read since its last call.
-    """
-    if not layout.is_ours(store.path) or any(
-        _shard_place(store, shard) != store.path / info.name for shard, info in enumerate(store.manifest.shards)
-    ):
-        raise StoreError(
-            f"{store.path}: hashes can be added to one store of ours, got files of another project, or several "
-            "stores; `tokenmill import` them, or name each store"
-        )
-    added = 0
-    make_folder(store.path / HASHES_FOLDER)
-    for number, shard in enumerate(store.manifest.shards):
-        file = hashes_file(store.path, number)
-        try:
-            missing = read_hashes(store, number) is None
-        except StoreCorruptError:
-            missing = True
-        if missing:
-            _write_shard_hashes(store, number)
-        lacking = [files for files in store.remotes if missing or not files.has(f"{HASHES_FOLDER}/{file.name}")]
-        for files in lacking:
-            files.send(f"{HASHES_FOLDER}/{file.name}", file)
-        added += missing or bool(lacking)
-        progress(shard.tokens)
-    return added
-
-
-def _write_shard_hashes(store: Store, shard: int) -> None:
-    def write(out: BinaryIO) -> _HashesFooter:
-        blocks = (block.astype("<u8", copy=False).view(np.uint8) for block in compute_hashes(store, shard))
-        return _hashes_footer(store.manifest.shards[shard], write_section(out, blocks))
-
-    write_index(hashes_file(store.path, shard), write)
-
-
-def _shard_place(store: Store, shard: int) -> Path | None:
-    """Return the folder or file of a shard, which may be of one of several stores that were joined."""
-    info = store.manifest.shards[shard]
-    axis = layout.axis_of(store.manifest.kind, store.manifest.token_key)
-    if layout.index_file(axis) not in info.files:
-        return None  # of another project
-    file = Path(os.fspath(store.file(shard, layout.index_file(axis)).path))
-    return file.parent if info.container is None else file
-
-
-def _bad_hashes(file: Path, got: str) -> StoreCorruptError:
-    return StoreCorruptError(
-        f"{file}: must have the hashes of the documents of its shard, got {got}; delete it, and "
-        "`tokenmill verify --add-hashes` makes it again"
-    )

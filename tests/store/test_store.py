@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreError, StoreMissingError
 from tokenmill.store import StoreSpec, StoreWriter, open_store
-from tokenmill.store.reader import MapCache
+from tokenmill.store.maps import MapCache
 from tokenmill.store.remote.upload import upload
 from tokenmill.types import RemoteOptions
 

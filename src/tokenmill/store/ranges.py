@@ -1,0 +1,136 @@
+"""Ranges of files in memory: of what cannot be mapped as a whole, such as objects in object storage.
+
+Ranges land at their own offsets in memory of the file's size, of which only the pages that are written take room.
+So a span has an address as in a mapped file, and kernels see no difference.
+"""
+
+from __future__ import annotations
+
+import mmap
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from tokenmill.store.maps import LocalRequest, MapCache, MappedFile, read_file
+from tokenmill.types import Int64Array, Uint8Array
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+class Loan(Protocol):
+    """Ranges of files that are on their way into memory."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether all of them have arrived."""
+
+    def wait(self) -> Sequence[MappedFile]:
+        """Return the files once all ranges are there; between the ranges they hold nothing."""
+
+    def release(self) -> None:
+        """Let go of the memory, or of what is still on its way."""
+
+
+class RangeReader(Protocol):
+    """Where files are that are not mapped but read by ranges: object storage, or a disk that is not trusted."""
+
+    def begin(self, ranges: Sequence[Ranges], *, ahead: bool) -> Loan:
+        """Begin to read ranges of some files; those that are `ahead` of training wait for room in memory."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RangeRequest:
+    """A file, or a part of one, of which only ranges can be had."""
+
+    path: str
+    """Its address, for messages."""
+    reader: RangeReader
+    name: str
+    """By which the reader knows the file."""
+    bytes: int
+    """Size of the whole file."""
+    begin: int
+    wanted: int
+    """How many bytes from `begin` on the request is for."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ranges:
+    """What is wanted of a file."""
+
+    request: RangeRequest
+    begins: Int64Array
+    """First byte of each range, counted from where the request begins."""
+    ends: Int64Array
+    """End of each range, exclusive."""
+    next_use: Callable[[Int64Array], Int64Array] | None = None
+    """First bytes of pages -> the step at which the run needs each page again; None: nobody knows."""
+    around: tuple[Int64Array, Int64Array] | None = None
+    """Ranges around these, begins and ends, all of which the run soon needs: a mirror brings them whole."""
+
+
+Request: TypeAlias = LocalRequest | RangeRequest
+
+
+@contextmanager
+def lent(maps: MapCache, ranges: Sequence[Ranges | Request]) -> Iterator[list[MappedFile]]:
+    """Lend files for the length of a `with` block: whole ones by their maps, of others the ranges."""
+    whole = [item for item in ranges if not isinstance(item, Ranges)]
+    loans = [item.request.reader.begin([item], ahead=False) for item in ranges if isinstance(item, Ranges)]
+    try:
+        with maps.borrow(whole) as mapped:
+            files, parts = iter(mapped), iter(loans)
+            yield [next(parts).wait()[0] if isinstance(item, Ranges) else next(files) for item in ranges]
+    finally:
+        for loan in loans:
+            loan.release()
+
+
+def read_range(request: Request, begin: int, size: int) -> Uint8Array:
+    """Read bytes of a file without mapping it, wherever it is."""
+    if not isinstance(request, RangeRequest):
+        return read_file(request, begin, size)
+    with lent(MapCache(), [Ranges(request, np.array([begin]), np.array([begin + size]))]) as (file,):
+        return file.data[begin : begin + size].copy()
+
+
+# Memory of the file's size.
+
+
+def sparse_map(path: str, size: int) -> MappedFile:
+    """Return memory of a file's size, of which nothing is taken before it is written to."""
+    if not size:
+        return MappedFile(path, np.empty(0, np.uint8), 0)
+    if hasattr(mmap, "MAP_ANONYMOUS"):
+        mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    else:  # on Windows
+        mapping = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)  # or a page of 4 KiB would take 2 MiB
+    data = np.frombuffer(mapping, np.uint8)
+    return MappedFile(path, data, int(data.ctypes.data))
+
+
+def merged(begins: Int64Array, ends: Int64Array, page: int, size: int) -> tuple[Int64Array, Int64Array]:
+    """Return ranges in ascending order, widened to whole pages; those that touch or overlap become one, gaps stay.
+
+    >>> [part.tolist() for part in merged(np.array([8, 0, 4]), np.array([9, 4, 6]), 1, 100)]
+    [[0, 8], [6, 9]]
+    """
+    kept = ends > begins
+    begins, ends = begins[kept] // page * page, np.minimum(-(-ends[kept] // page) * page, size)
+    order = np.argsort(begins, kind="stable")
+    begins, ends = begins[order], np.maximum.accumulate(ends[order])
+    heads = np.flatnonzero(np.concatenate([[True], begins[1:] > ends[:-1]])[: begins.size])
+    return begins[heads], ends[np.append(heads[1:], begins.size) - 1] if begins.size else ends
+
+
+def part_of(mapped: MappedFile, request: RangeRequest) -> MappedFile:
+    """Return the part of a file that a request is for, as if it were mapped alone."""
+    data = mapped.data[request.begin : request.begin + request.wanted]
+    return MappedFile(request.path, data, mapped.address + request.begin if data.size else 0)
