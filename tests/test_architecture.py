@@ -34,10 +34,11 @@ MAY_IMPORT = {
     "live": {"documents", "encode", "store", "plan", "packing", "loader"},
     "config": {"plan"},
     "build": {"documents", "encode", "store", "config"},
-    "run": MAKING,
+    "run": {*MAKING, "inspect"},
+    "inspect": {*MAKING, "run"},
     "adapters": {*MAKING, "run"},
-    "view": {"plan", "run", "store", "build"},
-    "cli": {*MAKING, "run", "adapters", "view", "demo"},
+    "view": {"plan", "run", "inspect", "store", "build"},
+    "cli": {*MAKING, "run", "inspect", "adapters", "view", "demo"},
     "demo": set(),
     "torch": {"adapters"},
     "__main__": {"cli"},
@@ -137,7 +138,7 @@ def test_every_function_that_is_attached_is_in_a_room_above():
     tree = tree_of(PACKAGE / "__init__.py")
     (call,) = (node for node in nodes_of(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "attach")
     homes = ast.literal_eval(call.args[0])
-    assert {home.split(".")[1] for home in homes.values()} <= {"run", "view"}
+    assert {home.split(".")[1] for home in homes.values()} <= {"run", "inspect", "view"}
     for name in homes:
         assert callable(attached(name))
 

@@ -76,7 +76,7 @@ _HOMES = {
 # What methods of lower rooms call in higher ones.
 attach(
     {
-        "text_of": "tokenmill.run.inspect",
+        "text_of": "tokenmill.inspect.stores",
         "run_html": "tokenmill.view.notebook",
         "report_html": "tokenmill.view.notebook",
         "store_html": "tokenmill.view.notebook",

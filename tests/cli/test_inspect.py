@@ -272,7 +272,7 @@ def test_texts_that_cannot_be_shown_are_told_and_a_tokenizer_may_be_named(tokenm
 def test_examples_tell_trained_from_masked(chat):
     """[T1.d]"""
     from tokenmill.encode.engines import open_tokenizer
-    from tokenmill.run.inspect import examples
+    from tokenmill.inspect.examples import examples
 
     first, last = examples(open_store(chat), open_tokenizer("bytes"))
     assert [piece.text for piece in first.runs if piece.trained] == ["four<|im_end|>"]
@@ -404,7 +404,8 @@ def varied(tokenmill, tmp_path):
 
 def test_examples_show_every_kind_of_record(varied):
     """[T1.d]"""
-    from tokenmill.run.inspect import examples, tokenizer_of
+    from tokenmill.inspect.examples import examples
+    from tokenmill.inspect.stores import tokenizer_of
 
     store = open_store(varied)
     found = {why: each for each in examples(store, tokenizer_of(store), seed=3) for why in each.why}

@@ -19,7 +19,7 @@ from tokenmill.encode import hub
 from tokenmill.encode.chat.template import load_template
 from tokenmill.encode.files import copy_of
 from tokenmill.errors import StoreExistsError, TokenizerError, without_secrets
-from tokenmill.run.inspect import template_of, tokenizer_of
+from tokenmill.inspect.stores import tokenizer_of
 from tokenmill.store.layout import TOKENIZER_FOLDER
 
 DEMO = Path(tm.__file__).parent / "demo" / "tokenizer"
@@ -97,7 +97,7 @@ def test_a_manifest_alone_causes_no_download(cache, tmp_path, monkeypatch):
     hub._snapshots.clear()
     monkeypatch.setattr(hub, "_snapshot", lambda *_: pytest.fail("a download was tried"))
     store = tm.open_store(tmp_path / "store")
-    assert (tokenizer_of(store), template_of(store)) == (None, None)
+    assert tokenizer_of(store) is None
 
 
 @pytest.mark.parametrize("spec", ["hf:org/name", "hf:org/name@main", f"hf:org/name@{OLD}"])

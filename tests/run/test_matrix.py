@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from tokenmill.errors import ConfigError
+from tokenmill.inspect.steps import inspect_step, inspect_strip, row_arrays, same_rows
 from tokenmill.run.evals import overlaps
 from tokenmill.run.report import long_records
 from tokenmill.run.run import Run
-from tokenmill.run.step import inspect_step, inspect_strip, row_arrays, same_rows
 from tokenmill.store import StoreSpec, StoreWriter
 from tokenmill.types import ON_LONG, RECORD_TYPES, token_arrays
 

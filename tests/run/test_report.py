@@ -10,8 +10,9 @@ import pytest
 
 import tokenmill as tm
 from tokenmill.config.run import to_toml
+from tokenmill.inspect.audit import audit
+from tokenmill.inspect.stores import inspect_store
 from tokenmill.plan.report import PlanReport, report
-from tokenmill.run.inspect import audit, inspect_store
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter, open_store
 

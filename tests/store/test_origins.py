@@ -14,7 +14,8 @@ import pytest
 
 import tokenmill as tm
 from tokenmill.errors import ConfigError, PlanError, StoreCorruptError, StoreExistsError
-from tokenmill.run.inspect import inspect_document, tokenizer_of
+from tokenmill.inspect.examples import inspect_document
+from tokenmill.inspect.stores import tokenizer_of
 from tokenmill.store import Origin, open_store, verify
 from tokenmill.store.layout import shard_name
 from tokenmill.store.opening import join_stores

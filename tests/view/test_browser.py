@@ -15,8 +15,8 @@ from urllib.parse import quote
 import pytest
 
 import tokenmill as tm
-from tokenmill.run.inspect import tokenizer_of
-from tokenmill.run.step import inspect_step, inspect_strip
+from tokenmill.inspect.steps import inspect_step, inspect_strip
+from tokenmill.inspect.stores import tokenizer_of
 
 CHROMIUM = next(
     (path for path in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if path), None

@@ -202,8 +202,8 @@ def what(
     tokenizer: ui.TextsBy = None,
 ) -> None:
     """Show the documents of a step."""
+    from tokenmill.inspect.examples import excerpt
     from tokenmill.loader import Layout, Loader, RankSlice
-    from tokenmill.run.inspect import excerpt
 
     if (number is None) == (step is None):
         problem = "no step given" if step is None else f"two steps given: {number} and --step {step}"
@@ -259,7 +259,7 @@ def what(
 
 def _recognised(store: Store, source: str, slot: int, span: Span, decoder: Tokenizer | None) -> dict[str, object]:
     """Return the place of a span, and how its text begins: without BOS, which says nothing, on one line."""
-    from tokenmill.run.inspect import excerpt
+    from tokenmill.inspect.examples import excerpt
 
     origin = store.origin(span.document)
     text = ", ".join(f"{name}={value}" for name, value in origin.kept.items())

@@ -277,7 +277,7 @@ def find_documents(store: Store, text: str) -> list[int]:
 
 def tokenizer_for(store: Store, spec: str | None) -> Tokenizer | None:
     """Open the tokenizer that made a store, to show its texts; where there is none, print why on stderr."""
-    from tokenmill.run.inspect import tokenizer_of, why_no_texts
+    from tokenmill.inspect.stores import tokenizer_of, why_no_texts
 
     tokenizer = tokenizer_of(store, spec)
     reason = why_no_texts(store) if tokenizer is None else None

@@ -18,7 +18,7 @@ from tokenmill.errors import ConfigError, MissingExtraError, StoreError
 from tokenmill.view.tables import fates, store_tables
 
 if TYPE_CHECKING:
-    from tokenmill.run.inspect import Example
+    from tokenmill.inspect.examples import Example
     from tokenmill.run.run import Run
     from tokenmill.store import ForeignOptions, Store, VerifyReport
 
@@ -50,8 +50,9 @@ def inspect(
     format: ui.Format = None,
 ) -> None:
     """Show statistics and examples of stores, or of a run."""
+    from tokenmill.inspect.examples import examples
+    from tokenmill.inspect.stores import inspect_store, open_stores
     from tokenmill.plan.report import report
-    from tokenmill.run.inspect import examples, inspect_store, open_stores
     from tokenmill.run.run import is_config
     from tokenmill.store import ForeignOptions
 
@@ -96,14 +97,14 @@ def inspect(
 def _inspect_document(
     path: Path | str, options: ForeignOptions, document: int, tokenizer: str | None, *, json: bool
 ) -> None:
-    from tokenmill.run.inspect import inspect_document, template_of
+    from tokenmill.inspect.examples import inspect_document
     from tokenmill.run.run import is_config
     from tokenmill.store import open_store
 
     if is_config(path):
         raise ConfigError(f"--document: must be given with a store, got the run {path}; name the store of a source")
     store = open_store(path, **asdict(options))
-    contents = inspect_document(store, document, ui.tokenizer_for(store, tokenizer), template=template_of(store))
+    contents = inspect_document(store, document, ui.tokenizer_for(store, tokenizer))
     if json:
         ui.print_json(contents.to_json())
         return
@@ -113,22 +114,17 @@ def _inspect_document(
     if contents.rewards is not None:
         ui.print_line(f"rewards: {', '.join(map(str, contents.rewards))}")
     for part in contents.parts:
-        turns = part.turns.turns if part.turns else ()
-        roles = {place: turn.role for turn in turns for place in range(turn.first, turn.end)}
-        columns = ("token", "id", "text", "mask", "trained", *(["says"] if turns else []))
+        columns = ("token", "id", "text", "mask", "trained")
         nothing = [None] * len(part.ids)
         strings, masks, controls = part.strings or nothing, part.mask or nothing, part.control or nothing
         joined = part.continues or nothing
         lines = [
             (
-                *(
-                    place,
-                    number,
-                    "(continued)" if continues else _token(text, bool(control)),
-                    mask,
-                    "yes" if trained else "no",
-                ),
-                *([roles.get(place, "template")] if turns else []),
+                place,
+                number,
+                "(continued)" if continues else _token(text, bool(control)),
+                mask,
+                "yes" if trained else "no",
             )
             for place, (number, text, control, mask, trained, continues) in enumerate(
                 zip(part.ids, strings, controls, masks, part.trained, joined, strict=True)
@@ -141,7 +137,7 @@ def _inspect_document(
 
 def _show_found(stores: Mapping[str, Store], find: str, tokenizer: str | None, *, json: bool) -> None:
     """Print the documents with a kept field: number, origin and the beginning of the text."""
-    from tokenmill.run.inspect import excerpt
+    from tokenmill.inspect.examples import excerpt
     from tokenmill.types import Span
 
     found: list[dict[str, Any]] = []
@@ -240,7 +236,7 @@ def verify(
     The exit code is 1 if a file is broken, and 2 if a store does not exist. Third-party token files have no
     checksums; the checks that were made instead are printed.
     """
-    from tokenmill.run.inspect import stores_at
+    from tokenmill.inspect.stores import stores_at
     from tokenmill.store import ForeignOptions, check_store, open_store
     from tokenmill.store.hashes import write_hashes
 

@@ -17,6 +17,7 @@ from tokenmill.config.run import ATTENTION
 from tokenmill.config.schedule import QuarantineConfig, ResolvedStage, limits, long_documents
 from tokenmill.errors import ConfigError
 from tokenmill.hooks import attached
+from tokenmill.inspect.audit import Audit, audit
 from tokenmill.loader import LoaderOptions
 from tokenmill.loader.assemble import RECORD_ARRAYS, is_stored, record_type, stage_shapes
 from tokenmill.loader.layout import cost_unit, count_costs, deal, group_edges
@@ -29,7 +30,6 @@ from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warn
 from tokenmill.plan.stages import CountedRows, Stage
 from tokenmill.run.evals import Overlap, overlaps
 from tokenmill.run.history import read_history
-from tokenmill.run.inspect import Audit, audit
 from tokenmill.run.run import EpochCount, Run
 from tokenmill.store import Store
 from tokenmill.store.layout import token_keys

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokenmill.errors import ConfigError, PlanError, nearest
-from tokenmill.run.inspect import span_ids, text_of
+from tokenmill.inspect.examples import span_ids
+from tokenmill.inspect.stores import text_of
 from tokenmill.types import AnyArray, Span
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tokenmill.errors import ConfigError, MissingExtraError, TokenmillError
-from tokenmill.run.inspect import examples, inspect_store, kept_tokenizer
+from tokenmill.inspect.examples import examples
+from tokenmill.inspect.stores import inspect_store, kept_tokenizer
 from tokenmill.run.report import RunReport
 from tokenmill.run.run import Run
 from tokenmill.store import Store

@@ -11,10 +11,11 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from tokenmill.build.progress import BuildStatus
-from tokenmill.run.inspect import DocumentPart, Example, StoreContents
+from tokenmill.inspect.examples import DocumentPart, Example
+from tokenmill.inspect.steps import MAX_ROWS, StepContents, StepDeal, StepRow, Strip, StripToken
+from tokenmill.inspect.stores import StoreContents
 from tokenmill.run.reading import ReadingReport
 from tokenmill.run.report import RunReport
-from tokenmill.run.step import MAX_ROWS, StepContents, StepDeal, StepRow, Strip, StripToken
 from tokenmill.view.picture import COLOURS, text_of
 from tokenmill.view.tables import (
     Bar,
@@ -568,14 +569,9 @@ def document_page(view: DocumentView) -> str:
     shown = max((len(part.ids) for part in contents.parts), default=0)
     pages = paging("document", view.first, shown, longest, source=view.source, document=document)
     back = link("store", text_of(view.source), source=view.source)
-    unknown = _no_text(
-        "Who says what cannot be told: the chat template is neither built in nor kept with the tokenizer."
-        if view.no_roles
-        else None
-    )
     return (
         f'<h1>Document {document:,} of {back}</h1><p class="turn">{turn}</p>'
-        f"{facts([('from', str(contents.origin)), *kept])}{_no_text(view.no_text)}{unknown}{pages}"
+        f"{facts([('from', str(contents.origin)), *kept])}{_no_text(view.no_text)}{pages}"
         f'<div class="beside">{parts}</div>{seen}'
     )
 
@@ -601,24 +597,7 @@ def _part(part: DocumentPart, view: DocumentView, place: int) -> str:
     first = next(at for at, each in enumerate(view.contents.parts) if each.key == part.key)
     reward = f", reward {rewards[place - first]:g}" if rewards and part.key == "responses" else ""
     heading = f"{part.key}{reward}: {part.length:,} tokens, {sum(part.trained):,} of those shown trained"
-    body = tokens_html(tokens)
-    if part.turns is not None:
-        messages, before = [], 0
-        for turn in part.turns.turns:
-            messages.append(_message("", tokens[before : turn.first]))
-            messages.append(_message(turn.role, tokens[turn.first : turn.end]))
-            before = turn.end
-        note = "" if part.turns.proven else " (the template had more to write than these messages, such as tools)"
-        body = f"{TOKENS_LEGEND}<p>Who says what, as the chat template writes it{note}:</p>{''.join(messages)}"
-        body += _message("", tokens[before:])
-    return f"<section><h2>{text_of(heading)}</h2>{body}</section>"
-
-
-def _message(role: str, tokens: Sequence[ShownToken]) -> str:
-    """Show the words of a message, or what the template wrote between two."""
-    name = f"<b>{text_of(role)}</b>" if role else "<small>template</small>"
-    kind = "said" if role else "said written"
-    return f'<div class="{kind}">{name}<pre class="tokens">{_spelled(tokens)}</pre></div>' if tokens else ""
+    return f"<section><h2>{text_of(heading)}</h2>{tokens_html(tokens)}</section>"
 
 
 # Two runs

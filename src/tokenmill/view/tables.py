@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tokenmill.inspect.audit import Audit
+    from tokenmill.inspect.stores import StoreContents
     from tokenmill.plan.report import PlanReport, SourceShare, StageFacts
-    from tokenmill.run.inspect import Audit, StoreContents
     from tokenmill.run.reading import ReadingReport
     from tokenmill.run.report import Costs, EvalFacts, RunReport
 
@@ -418,7 +419,7 @@ def _recipe(recipe: Mapping[str, Any]) -> str:
 
 def _placed(store: StoreContents, which: str) -> str:
     """Return the id that starts or ends documents, and whether `prepare` added it or third-party files have it."""
-    from tokenmill.run.inspect import has_chat_template
+    from tokenmill.inspect.audit import has_chat_template
 
     identity, recipe = store.tokenizer, store.recipe
     number, added = identity.get(f"{which}_id"), identity.get(f"add_{which}")

@@ -13,24 +13,8 @@ from typing import Any, TypeVar
 
 from tokenmill.build.progress import BuildStatus, build_status
 from tokenmill.errors import ConfigError, PlanError, nearest
-from tokenmill.run.inspect import (
-    DocumentContents,
-    Example,
-    StoreContents,
-    examples,
-    excerpt,
-    has_chat_template,
-    inspect_document,
-    inspect_store,
-    open_stores,
-    template_of,
-    tokenizer_of,
-    why_no_texts,
-)
-from tokenmill.run.reading import Prices, ReadingReport
-from tokenmill.run.report import RunReport
-from tokenmill.run.run import Run, is_config
-from tokenmill.run.step import (
+from tokenmill.inspect.examples import DocumentContents, Example, examples, excerpt, inspect_document
+from tokenmill.inspect.steps import (
     MAX_ROWS,
     MAX_TOKENS,
     SourcePacking,
@@ -44,6 +28,10 @@ from tokenmill.run.step import (
     row_arrays,
     same_rows,
 )
+from tokenmill.inspect.stores import StoreContents, inspect_store, kept_tokenizer, open_stores, why_no_texts
+from tokenmill.run.reading import Prices, ReadingReport
+from tokenmill.run.report import RunReport
+from tokenmill.run.run import Run, is_config
 from tokenmill.store import Store, open_store
 from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, stores_below
 from tokenmill.store.records import keys_of_text, matches
@@ -163,8 +151,6 @@ class DocumentView:
     num_uses: int
     in_run: bool
     no_text: str | None
-    no_roles: bool
-    """Whether it is a chat whose template is not available, so that its roles are unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -285,17 +271,6 @@ class Opened:
         return open_stores(self.path)
 
     @cached_property
-    def _decoders(self) -> dict[str, tuple[Any, Any]]:
-        return {}
-
-    def decoder(self, name: str) -> tuple[Any, Any]:
-        """Return the tokenizer and the chat template of a store, opened once; None for a missing one."""
-        if name not in self._decoders:
-            store = self.stores[name]
-            self._decoders[name] = tokenizer_of(store), template_of(store)
-        return self._decoders[name]
-
-    @cached_property
     def report(self) -> RunReport:
         """Report of the run, as `tokenmill plan` prints it."""
         return self.the_run.report()
@@ -373,7 +348,7 @@ def strip_view(opened: Opened, parameters: Parameters) -> StripView:
     """Show one strip of a row, token by token."""
     run, step, slot = opened.the_run, number(parameters, "step"), number(parameters, "slot")
     source = run.plan().what(step)[slot : slot + 1]
-    tokenizer = opened.decoder(source[0].source)[0] if source else None
+    tokenizer = kept_tokenizer(opened.stores[source[0].source]) if source else None
     strip, first, count = (
         number(parameters, name, default) for name, default in (("strip", 0), ("first", 0), ("count", MAX_TOKENS))
     )
@@ -432,7 +407,7 @@ def store_view(opened: Opened, parameters: Parameters) -> StoreView:
     """Show a store: facts, the audit, and some documents in order."""
     name, store = opened.store(parameters.get("source", ""))
     first = number(parameters, "first")
-    tokenizer, _ = opened.decoder(name)
+    tokenizer = kept_tokenizer(store)
     chosen: Sequence[int] = range(first, min(store.num_documents, first + DOCUMENTS_A_PAGE))
     field, value = parameters.get("field", ""), parameters.get("value", "")
     if field:
@@ -462,12 +437,12 @@ def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
     """Show one document: its text, the tokens that are trained on, and all steps that see it."""
     name, store = opened.store(parameters.get("source", ""))
     document, first = number(parameters, "document"), number(parameters, "first")
-    tokenizer, template = opened.decoder(name)
+    tokenizer = kept_tokenizer(store)
     uses = opened.run.plan().when(name, document) if opened.run else ()
     return DocumentView(
         source=name,
         num_documents=store.num_documents,
-        contents=inspect_document(store, document, tokenizer, first=first, count=MAX_TOKENS, template=template),
+        contents=inspect_document(store, document, tokenizer, first=first, count=MAX_TOKENS),
         first=first,
         controls=_controls(tokenizer),
         uses=tuple(
@@ -482,7 +457,6 @@ def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
         num_uses=len(uses),
         in_run=opened.run is not None,
         no_text=None if tokenizer else why_no_texts(store),
-        no_roles=has_chat_template(store.manifest.recipe) and template is None,
     )
 
 

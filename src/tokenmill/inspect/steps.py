@@ -11,13 +11,14 @@ import numpy as np
 
 from tokenmill.encode.tokenizer import TOKENS_AROUND, Tokenizer, TokenTexts, token_texts
 from tokenmill.errors import PlanError
+from tokenmill.inspect.examples import span_ids
+from tokenmill.inspect.stores import bins_of, named_bins
 from tokenmill.loader import assemble
 from tokenmill.loader.layout import Layout, RankSlice, deal, group_edges
 from tokenmill.packing import RecordRows
 from tokenmill.packing.rows import StoredRows
 from tokenmill.plan.plan import RowUse
 from tokenmill.plan.stages import Stage
-from tokenmill.run.inspect import bins_of, named_bins, span_ids
 from tokenmill.run.report import attention_costs, waiting
 from tokenmill.run.run import Run
 from tokenmill.store import Store

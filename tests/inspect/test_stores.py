@@ -15,7 +15,8 @@ from tests.encode.test_files import BYTES, OWN, ranks
 import tokenmill as tm
 from tokenmill.demo import TOKENIZER_DIR
 from tokenmill.errors import TokenizerError
-from tokenmill.run.inspect import examples, inspect_store, open_stores, tokenizer_of, why_no_texts
+from tokenmill.inspect.examples import examples
+from tokenmill.inspect.stores import inspect_store, open_stores, tokenizer_of, why_no_texts
 from tokenmill.store import open_store, verify
 
 KINDS = ("folder", "tokenizer.json", "other name", "rank file", "own encoding", "model")

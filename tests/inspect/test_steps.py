@@ -9,8 +9,9 @@ import pytest
 
 import tokenmill as tm
 from tokenmill.errors import PlanError
-from tokenmill.run.inspect import examples, excerpt, inspect_document, tokenizer_of
-from tokenmill.run.step import deal_step, inspect_packing, inspect_step, inspect_strip
+from tokenmill.inspect.examples import examples, excerpt, inspect_document
+from tokenmill.inspect.steps import deal_step, inspect_packing, inspect_step, inspect_strip
+from tokenmill.inspect.stores import tokenizer_of
 from tokenmill.types import Span
 
 RUN = """\
