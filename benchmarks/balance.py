@@ -30,8 +30,7 @@ import numpy as np
 
 import tokenmill as tm
 from tokenmill.config.run import ATTENTION
-from tokenmill.loader.layout import cost_unit, count_costs, deal, group_edges
-from tokenmill.run.report import waiting
+from tokenmill.loader.balance import balance, count_costs, group_edges, waiting
 from tokenmill.store import StoreSpec, StoreWriter
 
 TINY = "--tiny" in sys.argv
@@ -73,13 +72,13 @@ def measure_waiting(folder: Path, seq_len: int, ranks: int) -> list[dict]:
     rows = plan.stages[0].rows["web1"]
     edges = group_edges(plan.stages[0], ranks)
     steps = range(3 if TINY else 100)
-    units = np.stack([count_costs(rows, plan.rows(step)[1]) for step in steps]).astype(np.int64)
-    costs = ATTENTION["linear"] * seq_len + ATTENTION["quadratic"] * cost_unit(seq_len) * units
+    squares = np.stack([count_costs(rows, plan.rows(step)[1]) for step in steps])
+    costs = ATTENTION["linear"] * seq_len + ATTENTION["quadratic"] * squares
+    balanced = np.take_along_axis(costs, balance(squares, edges), axis=1)
     found = []
     for micro_batch in (1, BATCHES):
-        dealt = np.take_along_axis(costs, deal(units, edges, micro_batch), axis=1)
         line = {"seq_len": seq_len, "ranks": ranks, "micro_batch": micro_batch}
-        for name, order in (("in order", costs), ("dealt", dealt)):
+        for name, order in (("in order", costs), ("balanced", balanced)):
             cells = order.reshape(len(steps), ranks, -1, micro_batch).sum(axis=3)
             line |= {
                 f"{name}, waiting at micro-batches": round(waiting(cells), 3),

@@ -1,4 +1,4 @@
-"""Rows dealt by what they cost."""
+"""Rows assigned to ranks by their cost."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.loader import Layout, row_digests
-from tokenmill.loader.layout import cost_unit, costs_of, count_costs, deal, group_edges, row_costs
+from tokenmill.loader.balance import balance, count_costs, group_edges, step_costs
 from tokenmill.run.run import Run
 
 
-def balanced(run, balance="attention"):
+def balanced(run, costs="attention"):
     """Return a run whose rows are dealt by cost."""
-    settings = replace(run.config.run, balance=balance)
+    settings = replace(run.config.run, balance=costs)
     return Run(config=replace(run.config, run=settings), folder=run.folder, name=run.name)
 
 
 def shares(costs, ranks, micro_batch):
     """Return what each (rank, micro-batch) costs, of one line of costs."""
-    dealt = deal(np.array([costs]), [0, ranks], micro_batch)[0]
+    dealt = balance(np.array([costs]), [0, ranks])[0]
     return np.array(costs)[dealt].reshape(ranks, -1, micro_batch).sum(axis=2)
 
 
@@ -35,15 +35,15 @@ def test_every_row_is_dealt_once(cells, seed, top):
     ranks, batches, micro_batch = cells
     costs = np.random.default_rng(seed).integers(0, top + 1, (3, ranks * batches * micro_batch))
     for edges in ([0, ranks], list(range(ranks + 1))):
-        dealt = deal(costs, edges, micro_batch)
-        assert np.array_equal(np.sort(dealt, axis=1), np.tile(np.arange(costs.shape[1]), (3, 1)))
-        assert np.array_equal(deal(costs[1:2], edges, micro_batch)[0], dealt[1])
+        order = balance(costs, edges)
+        assert np.array_equal(np.sort(order, axis=1), np.tile(np.arange(costs.shape[1]), (3, 1)))
+        assert np.array_equal(balance(costs[1:2], edges)[0], order[1])
 
 
 def test_the_dearest_rows_are_shared_out():
     """One long document for each rank, and one for each micro-batch."""
     assert shares([9, 9, 9, 9, 1, 1, 1, 1], 4, 2).tolist() == [[10]] * 4
-    assert shares([1, 1, 9, 9, 1, 9, 1, 9], 2, 2).tolist() == [[10, 10]] * 2
+    assert shares([1, 1, 9, 9, 1, 9, 1, 9], 2, 2).tolist() == [[18, 2]] * 2
     # Where a micro-batch is one row, those of all ranks at one time are alike, and the ranks in the end.
     assert shares([1, 8, 2, 9, 3, 7, 4, 6], 2, 1).T.tolist() == [[9, 8], [6, 7], [4, 3], [1, 2]]
 
@@ -83,19 +83,10 @@ def test_rows_stay_within_their_group(make_run, shuffle):
     edges = group_edges(plan.stage(3), ranks)
     assert edges == [0, 2, 4, 6]
     slots = np.stack([run.loader(rank=rank, world_size=ranks).slots(3) for rank in range(ranks)])
-    whole = deal(step_costs(plan, 3), edges, 1)[0]
+    whole = balance(step_costs(plan, 3)[None], edges)[0]
     assert slots.ravel().tolist() == whole.tolist()
     for begin, end in pairwise(edges):
         assert sorted(slots[begin:end].ravel().tolist()) == list(range(begin * 2, end * 2))
-
-
-def step_costs(plan, step):
-    """Return what the rows of a step cost, by slot, in one line."""
-    rows = plan.stage(step).rows
-    costs = [
-        int(count_costs(rows[plan.sources[s]], np.array([r]))[0]) for s, r in zip(*plan.rows(step), strict=True)
-    ]
-    return np.array([costs])
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "bos_best_fit"])
@@ -117,7 +108,7 @@ def test_costs_are_the_squares_of_segments(make_run, packing):
                 for _ in range(slot):
                     next(stream)
                 segments = np.diff(next(stream)["cu_seqlens"].astype(int))
-                assert cost == (segments**2).sum() // cost_unit(stage.spec.seq_len)
+                assert cost == (segments**2).sum()
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
@@ -180,34 +171,6 @@ def test_all_members_of_a_group_have_the_rows_of_their_rank(make_run):
     slots = run.loader(rank=1, world_size=2, micro_batch=3).slots(4).tolist()
     for layout in (Layout(dp=(1, 2), cp=(1, 2)), Layout(dp=(1, 2), tp=(1, 4)), Layout(dp=(1, 2), pp=(0, 2))):
         assert run.loader(layout=layout, micro_batch=3).slots(4).tolist() == slots
-
-
-def costs_at(rows, numbers):
-    """Return the costs of some rows of a source, as a dealer knows them."""
-    return costs_of({0: row_costs(rows)}, np.zeros_like(numbers), numbers)
-
-
-def test_costs_of_many_rows_are_kept_in_a_file(make_run, monkeypatch, caplog):
-    """Other bytes in it are not used: ranks that went by other costs would not share out a batch alike."""
-    run = make_run(packing="best_fit")
-    rows = run.plan().stages[0].rows["web"]
-    numbers = np.arange(rows.num_rows)
-    expected = costs_at(rows, numbers)
-    assert expected.tolist() == count_costs(rows, numbers).tolist()
-    monkeypatch.setattr("tokenmill.loader.layout.IN_MEMORY_ROWS", 0)
-    monkeypatch.setattr("tokenmill.loader.layout.COST_BLOCK", 16)
-    assert np.array_equal(costs_at(rows, numbers), expected)
-    (file,) = (rows.store.path / ".rows").glob("*.costs")
-    kept = file.read_bytes()
-    assert np.array_equal(costs_at(rows, numbers), expected)
-    assert file.read_bytes() == kept
-    assert not caplog.records
-    file.write_bytes(bytes([kept[0] ^ 1]) + kept[1:])
-    assert np.array_equal(costs_at(rows, numbers), expected)
-    assert "must hold what was written, got other bytes; it is not used" in caplog.text
-    file.write_bytes(kept[:-1])
-    assert np.array_equal(costs_at(rows, numbers), expected)
-    assert file.read_bytes() == kept
 
 
 def test_live_text_is_refused(tmp_path):

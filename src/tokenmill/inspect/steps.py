@@ -14,12 +14,12 @@ from tokenmill.errors import PlanError
 from tokenmill.inspect.examples import span_ids
 from tokenmill.inspect.stores import bins_of, named_bins
 from tokenmill.loader import assemble
-from tokenmill.loader.layout import Layout, RankSlice, deal, group_edges
+from tokenmill.loader.balance import balance, group_edges, step_costs, waiting
+from tokenmill.loader.layout import Layout, RankSlice
 from tokenmill.packing import RecordRows
 from tokenmill.packing.rows import StoredRows
 from tokenmill.plan.plan import RowUse
 from tokenmill.plan.stages import Stage
-from tokenmill.run.report import attention_costs, waiting
 from tokenmill.run.run import Run
 from tokenmill.store import Store
 from tokenmill.types import AnyArray, Batch, BoolArray, Int64Array, Span, token_arrays
@@ -264,8 +264,8 @@ def deal_step(run: Run, step: int, ranks: int, micro_batch: int) -> StepDeal:
     """Deal the rows of a step to ranks and micro-batches, in order and by cost."""
     stage, _ = _stored(run, step)
     RankSlice(layout=Layout(dp=(0, ranks)), micro_batch=micro_batch).check(run.plan())
-    costs = attention_costs(run.plan(), step)
-    orders = (np.arange(costs.size), deal(costs[None], group_edges(stage, ranks), micro_batch)[0])
+    costs = step_costs(run.plan(), step)
+    orders = (np.arange(costs.size), balance(costs[None], group_edges(stage, ranks))[0])
     in_order, dealt = (order.reshape(ranks, -1, micro_batch) for order in orders)
     return StepDeal(
         ranks=ranks,

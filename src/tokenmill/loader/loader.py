@@ -22,8 +22,9 @@ import xxhash
 from tokenmill.errors import ConfigError, PlanError, ResumeError, nearest
 from tokenmill.fingerprint import digest
 from tokenmill.loader import assemble
+from tokenmill.loader.balance import BALANCE_VERSION, Balancer
 from tokenmill.loader.drawn import DrawnSources, Lanes
-from tokenmill.loader.layout import DEAL, Dealer, RankSlice
+from tokenmill.loader.layout import RankSlice
 from tokenmill.loader.metrics import Meter, measure
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
 from tokenmill.packing.rows import LOSS_MASK, StoredRows
@@ -219,7 +220,7 @@ class Loader:
         """None: all rows stand in stores."""
         self._finishes = self.options.pad_to == "batch" or bool(self.options.columns)
         """Whether something is done to batches once they are copied (`_finished`)."""
-        self._dealer = Dealer(part) if part.balance else None
+        self._balancer = Balancer(part) if part.balance else None
 
     def __repr__(self) -> str:
         """Describe which slice of which plan it delivers, and where it is."""
@@ -471,7 +472,7 @@ class Loader:
         """Return the digest of what decides the batches before a position, and how a step under way was dealt."""
         fingerprint = self.plan.fingerprint_at(position.covered)
         balance = self.part.balance if balance is None else balance
-        return digest(["balance", DEAL, fingerprint]) if balance and position.batch else fingerprint
+        return digest(["balance", BALANCE_VERSION, fingerprint]) if balance and position.batch else fingerprint
 
     def _go_to(self, position: Position) -> None:
         # Skipped steps have no batches: instead of one of them comes the next that has.
@@ -514,9 +515,9 @@ class Loader:
         With them comes (source, row), where these had to be found to deal the rows.
         """
         steps, slots = self.part.places(stage, first, count)
-        if self._dealer is None:
+        if self._balancer is None:
             return (steps, slots), None
-        dealt = self._dealer.rows(stage, self._stored(stage), int(steps[0]), int(steps[-1]) + 1)
+        dealt = self._balancer.rows(stage, self._stored(stage), int(steps[0]), int(steps[-1]) + 1)
         lines, columns = steps - steps[0], slots - self.part.rank * self.part.rows(stage)
         slots, sources, rows = (table[lines, columns] for table in dealt)  # in one piece each, as kernels take them
         return (steps, slots), (sources, rows)

@@ -20,7 +20,7 @@ from tokenmill.hooks import attached
 from tokenmill.inspect.audit import Audit, audit
 from tokenmill.loader import LoaderOptions
 from tokenmill.loader.assemble import RECORD_ARRAYS, is_stored, record_type, stage_shapes
-from tokenmill.loader.layout import cost_unit, count_costs, deal, group_edges
+from tokenmill.loader.balance import balance, group_edges, step_costs, waiting
 from tokenmill.packing.concat import ConcatRows
 from tokenmill.packing.index import QUARANTINED, are_excluded
 from tokenmill.packing.records import RecordRows, responses_of
@@ -39,7 +39,6 @@ from tokenmill.types import (
     NO_DOCUMENTS,
     RECORD_TYPES,
     Fates,
-    Float64Array,
     Int64Array,
     token_arrays,
 )
@@ -247,45 +246,27 @@ _SOME_STEPS = 8
 
 def _imbalance(run: Run) -> Iterator[Imbalance]:
     """Yield what a deal gains, by the costs that the config says; looks at the lengths of some steps' documents."""
-    balance = run.config.run.balance
-    if balance is None:
+    price = run.config.run.balance
+    if price is None:
         return
-    price = ATTENTION if isinstance(balance, str) else balance
+    price = ATTENTION if isinstance(price, str) else price
     for _, parts in groupby(run.plan().stages, key=lambda part: part.spec.number):
         part = max(parts, key=lambda part: part.num_steps * (part.spec.skipped is None))
         batch, seq_len = part.spec.global_batch_size, part.spec.seq_len
         if part.spec.skipped is not None or not all(is_stored(rows) for rows in part.rows.values()):
             continue
         steps = np.unique(np.linspace(part.spec.start_step, part.end_step - 1, _SOME_STEPS).astype(int))
-        units = np.stack([attention_costs(run.plan(), step) for step in steps.tolist()])
-        unit = float(price["quadratic"]) * cost_unit(seq_len)
-        costs = float(price.get("linear", 0)) * seq_len + unit * units.astype(np.float64)
+        squares = np.stack([step_costs(run.plan(), step) for step in steps.tolist()])
+        costs = float(price.get("linear", 0)) * seq_len + float(price["quadratic"]) * squares.astype(np.float64)
         for ranks in _RANKS:
             if batch % ranks == 0:
-                dealt = np.take_along_axis(costs, deal(units, group_edges(part, ranks), 1), axis=1)
+                dealt = np.take_along_axis(costs, balance(squares, group_edges(part, ranks)), axis=1)
                 yield Imbalance(
                     stage=part.spec.name,
                     ranks=ranks,
                     in_order=waiting(costs.reshape(steps.size, ranks, -1)),
                     dealt=waiting(dealt.reshape(steps.size, ranks, -1)),
                 )
-
-
-def attention_costs(plan: Plan, step: int) -> Int64Array:
-    """Return what attention costs in each row of a step of stored rows, by slot; only lengths are read."""
-    part, (sources, numbers) = plan.stage(step), plan.rows(step)
-    costs = np.empty(sources.size, np.int64)
-    for source in np.unique(sources).tolist():
-        rows = part.rows[plan.sources[source]]
-        assert is_stored(rows)
-        costs[sources == source] = count_costs(rows, numbers[sources == source])
-    return costs
-
-
-def waiting(costs: Float64Array | Int64Array) -> float:
-    """Return how many times as long steps take as with equal ranks; costs by (step, rank, micro-batch)."""
-    equal = float(costs.mean(axis=1).sum())
-    return float(costs.max(axis=1).sum()) / equal if equal else 1.0
 
 
 # Evals
