@@ -1,6 +1,6 @@
 """Waiting of ranks with rows in order and balanced by cost, and the cost of balancing in a loader.
 
-    python benchmarks/balance.py [--shuffle full|block|window] [--sources N] [--tiny] [--json]
+    python benchmarks/balance.py [--shuffle full|window] [--sources N] [--tiny] [--json]
 
 Waiting is the duration of a step divided by that of a step whose work is shared out evenly. Costs are those of a
 model with 8B parameters (`balance = "attention"`). Two cases are shown: ranks wait at each micro-batch (as in
@@ -88,8 +88,8 @@ def measure_waiting(folder: Path, seq_len: int, ranks: int) -> list[dict]:
     return found
 
 
-def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int, shuffle: str, sources: int = 1) -> dict:
-    """Return what share of the CPU time of a rank's loader the deal takes."""
+def measure_cost(folder: Path, seq_len: int, ranks: int, micro_batch: int, shuffle: str, sources: int = 1) -> dict:
+    """Return the share of balancing in the CPU time of a rank's loader."""
     place = {"rank": ranks // 2, "world_size": ranks, "micro_batch": micro_batch, "threads": 0}
     runs = [make_run(folder, seq_len, ranks, "attention", shuffle, sources) for _ in range(2)]
     dealing, told = (run.loader(**place) for run in runs)
@@ -127,8 +127,8 @@ def measure_deal(folder: Path, seq_len: int, ranks: int, micro_batch: int, shuff
         "micro_batch": micro_batch,
         "shuffle": shuffle,
         "sources": sources,
-        "deal, of the CPU time": f"{share:.1%}",
-        "finding rows without a deal": f"{without:.1%}",
+        "balancing, of the CPU time": f"{share:.1%}",
+        "finding rows without it": f"{without:.1%}",
     }
 
 
@@ -145,7 +145,7 @@ def main() -> None:
         sizes = [(seq_len, ranks) for seq_len in LENGTHS for ranks in (8, 64)]
         lines = [line for size in sizes for line in measure_waiting(folder, *size)]
         lines += [
-            measure_deal(folder, *size, micro_batch, options.shuffle, options.sources)
+            measure_cost(folder, *size, micro_batch, options.shuffle, options.sources)
             for size in sizes
             for micro_batch in (1, BATCHES)
         ]

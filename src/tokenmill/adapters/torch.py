@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tokenmill.errors import ConfigError, ResumeError, StoreCorruptError, TokenmillError
 from tokenmill.fingerprint import canonical, digest, first_difference
-from tokenmill.loader import Layout, Loader
+from tokenmill.loader import Layout, Loader, row_digests
 from tokenmill.loader.state import merge_states
 from tokenmill.plan.shuffle import permute_all
 from tokenmill.store.layout import key_file
@@ -345,17 +345,17 @@ View: TypeAlias = dict[str, str]
 """Rows that a rank reads at a step, as computed by any rank: source -> digest of its rows."""
 _OF_THE_BATCH = frozenset(("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen", "num_loss_tokens"))
 """Arrays without a line per row."""
-_DIGEST_BITS = 48
-"""Modulus of the numbers that are summed over ranks: 32768 of them do not overflow 64 bits."""
+_STEP, _RUN, _RANK, _OWN, _NEXT = range(5)
+"""Columns of the records that ranks compare."""
 
 
 @dataclass(eq=False)
 class RankCheck:
-    """Compares the ranks at every step, by one sum of 8 bytes, and stops all of them if they disagree.
+    """Compares the ranks at every step, by a record of 40 bytes from each, and stops all of them if they disagree.
 
-    Each rank adds a digest of its rows and subtracts one of the rows that the next rank must deliver. The sum is 0
-    if all neighbours agree on step, plan and tokens. For this, each rank also reads the rows of the next one. For
-    live text, it compares step, files, tokenizer and options, but no rows.
+    A record has the step, a digest of the plan, the rank, a digest of the rows that it delivered, and one of the
+    rows that the next rank must deliver. For the last, each rank also reads the rows of the next one. For live
+    text, ranks compare step, files, tokenizer and options, but no rows.
     """
 
     loader: Loader
@@ -371,21 +371,12 @@ class RankCheck:
                 "check_ranks: rows of all ranks must be padded alike to be compared, got pad_to = "
                 f"{self.loader.options.pad_to!r}; leave out one of the two"
             )
-        if self.world_size > 1 and not is_running():
+        ranks = self.loader.part.world_size
+        if ranks > 1 and not is_running():
             raise ConfigError(
-                f"check_ranks: torch.distributed must run to compare {self.world_size} ranks, got none; "
+                f"check_ranks: torch.distributed must run to compare {ranks} ranks, got none; "
                 "call init_process_group first, or leave check_ranks out"
             )
-
-    @property
-    def rank(self) -> int:
-        """Rank of the loader."""
-        return self.loader.part.rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the loader."""
-        return self.loader.part.world_size
 
     def batches(self) -> Iterator[Batch]:
         """Yield the batches of the loader; the last one of a step only after all ranks were compared."""
@@ -401,7 +392,7 @@ class RankCheck:
             if batch is None:
                 return
             if not self.loader.lanes:  # no other rank can read rows of live text
-                self._seen += _row_digests(batch)
+                self._seen += self._digests(batch)
             expected = self.loader.position
             if expected.step != position.step:
                 self._compare(position.step)
@@ -410,34 +401,37 @@ class RankCheck:
     def _compare(self, step: int) -> None:
         if not is_running():
             return
-        own, after = self._token(step, self.rank), self._token(step, (self.rank + 1) % self.world_size)
-        total = torch.tensor(own - after, dtype=torch.int64, device=_device(self.group))
-        dist.all_reduce(total, group=self.group)
-        if int(total):
-            raise self._disagreement(step)
-
-    def _token(self, step: int, rank: int) -> int:
-        """Return a number for the rows of a rank at a step, as computed by this rank."""
-        seen = canonical([step, self._fingerprint, rank, self._view(step, rank)])
-        return xxhash.xxh3_64_intdigest(seen) % (1 << _DIGEST_BITS)
+        part = self.loader.part
+        views = [self._view(step, rank) for rank in (part.rank, (part.rank + 1) % part.world_size)]
+        record = [step, _number(self._run), part.rank, *map(_number, views)]
+        own = torch.tensor(record, dtype=torch.int64, device=_device(self.group))
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, own, group=self.group)
+        error = self._disagreement(step, torch.stack(gathered).tolist())
+        if error is not None:
+            raise error
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def _run(self) -> str:
         return digest(self.loader.describe())
+
+    def _digests(self, batch: Batch) -> list[bytes]:
+        names = [name for name, array in batch.items() if name not in _OF_THE_BATCH and array.dtype != object]
+        return row_digests(batch, names) if names else []  # a rank may need no array of a batch
 
     def _view(self, step: int, rank: int) -> View:
         """Return the digests of the delivered rows of a rank in a step, as computed by this rank."""
         if not self._seen:
             return {}
-        plan, digests = self.loader.plan, self._seen
-        if rank != self.rank:
-            digests = _row_digests(self._other(rank)[step])[-len(self._seen) :]
-        slots = (self.loader if rank == self.rank else self._other(rank)).slots(step)
-        sources = plan.rows(step)[0][slots][-len(digests) :]
+        loader, digests = self.loader, self._seen
+        if rank != loader.part.rank:
+            loader = self._other(rank)
+            digests = self._digests(loader.batch_at(step))[-len(self._seen) :]
+        sources = loader.plan.rows(step)[0][loader.slots(step)][-len(digests) :]
         folded = {source: xxhash.xxh3_64() for source in np.unique(sources).tolist()}
         for source, row in zip(sources.tolist(), digests, strict=True):
             folded[source].update(row)
-        return {plan.sources[source]: state.hexdigest() for source, state in folded.items()}
+        return {loader.plan.sources[source]: state.hexdigest() for source, state in folded.items()}
 
     def _other(self, rank: int) -> Loader:
         """Return the loader of another rank."""
@@ -446,58 +440,49 @@ class RankCheck:
             self._others[rank] = Loader(self.loader.plan, part, options)
         return self._others[rank]
 
-    def _disagreement(self, step: int) -> TokenmillError:
-        """Find the rank that differs from the others, together with all ranks; each gets the same answer."""
-        ranks: list[int] = gather(self.rank, self.group)
-        steps: list[int] = gather(step, self.group)
+    def _disagreement(self, step: int, records: Sequence[Sequence[int]]) -> TokenmillError | None:
+        """Return an error if records disagree, the same on all ranks; they gather what it names."""
+        ranks = [record[_RANK] for record in records]
+        steps = [record[_STEP] for record in records]
         if len(set(steps)) > 1:
             return ResumeError(
                 f"ranks: all must be at one step, got {_spread(ranks, steps)}; load the same state on every rank"
             )
-        descriptions = gather(self.loader.describe(), self.group)
-        odd = _odd(ranks, [digest(described) for described in descriptions])
+        odd = _odd(ranks, [record[_RUN] for record in records])
         if odd:
-            return _difference(step, ranks, descriptions, odd)
-        if sorted(ranks) != sorted([*range(self.world_size)] * (len(ranks) // self.world_size)):
+            return _difference(step, ranks, gather(self.loader.describe(), self.group), odd)
+        size = self.loader.part.world_size
+        if sorted(ranks) != sorted([*range(size)] * (len(ranks) // size)):
             return ConfigError(
-                f"ranks: each of the {self.world_size} must be taken by one process, got {ranks}; "
+                f"ranks: each of the {size} must be taken by one process, got {ranks}; "
                 "pass the rank in the data-parallel group"
             )
-        return self._other_tokens(step, ranks)
-
-    def _other_tokens(self, step: int, ranks: Sequence[int]) -> TokenmillError:
-        """Read, on all ranks, the rows on which two disagree; return an error that names the odd rank."""
-        after = (self.rank + 1) % self.world_size
-        delivered: list[View] = gather(self._view(step, self.rank), self.group)
-        awaited: list[View] = gather(self._view(step, after), self.group)
-        views = dict(zip(ranks, delivered, strict=True))
-        rank, other = next(
-            ((rank + 1) % self.world_size, view)
-            for rank, view in zip(ranks, awaited, strict=True)
-            if view != views[(rank + 1) % self.world_size]
+        delivered = {record[_RANK]: record[_OWN] for record in records}
+        following = (
+            (rank + 1) % size
+            for rank, record in zip(ranks, records, strict=True)
+            if record[_NEXT] != delivered[(rank + 1) % size]
         )
-        source = next(name for name in sorted({*views[rank], *other}) if views[rank].get(name) != other.get(name))
-        odd = _odd(ranks, gather(self._view(step, rank).get(source), self.group))
+        rank = next(following, None)
+        if rank is None:
+            return None
+        views: list[View] = gather(self._view(step, rank), self.group)
+        names = sorted({name for view in views for name in view})
+        source = next(name for name in names if len({view.get(name) for view in views}) > 1)
+        odd = _odd(ranks, [view.get(source) for view in views])
         return StoreCorruptError(
             f"source {source!r}: all ranks must read the same tokens at step {step}, got others on {_ranks(odd)}; "
             "run `tokenmill verify` on the copy of the store there, and put it right"
         )
 
 
-def _row_digests(batch: Batch) -> list[bytes]:
-    """Return a digest of every row, over all its arrays."""
-    arrays = [array for name, array in batch.items() if name not in _OF_THE_BATCH and array.dtype != object]
-    digests = []
-    for row in range(arrays[0].shape[0] if arrays else 0):  # a rank may need no array of a batch
-        state = xxhash.xxh3_64()
-        for array in arrays:
-            state.update(array[row].tobytes())
-        digests.append(state.digest())
-    return digests
+def _number(value: object) -> int:
+    """Return a digest of a JSON value that fits a tensor of int64."""
+    return xxhash.xxh3_64_intdigest(canonical(value)) >> 1
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of a number that is summed over ranks."""
+    """Return the device of a tensor that ranks exchange."""
     return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 

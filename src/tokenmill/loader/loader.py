@@ -31,7 +31,7 @@ from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.plan import Plan, TokensSeen
 from tokenmill.plan.stages import Stage, StageSpec, as_step
 from tokenmill.store.layout import PAGE_BYTES
-from tokenmill.types import ARRAYS, POSITIONS, AnyArray, Batch, Int64Array, distinct
+from tokenmill.types import ARRAYS, POSITIONS, Batch, Int64Array, distinct
 
 if TYPE_CHECKING:
     from tokenmill.store import Store
@@ -849,14 +849,12 @@ DIGEST_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
 for its training type."""
 
 
-def row_digests(batch: Batch) -> list[bytes]:
-    """Return a digest of every row: 8 bytes over all that the row delivers."""
-    names = next((names for names in assemble.RECORD_ARRAYS.values() if names[0] in batch), None)
-    arrays: list[AnyArray]
+def row_digests(batch: Batch, names: Sequence[str] | None = None) -> list[bytes]:
+    """Return an 8-byte digest of each row over some arrays; by default those of `DIGEST_ARRAYS`, or of a record."""
     if names is None:
-        arrays = [np.ascontiguousarray(batch[name], "<i8") for name in DIGEST_ARRAYS]
-    else:
-        arrays = [np.ascontiguousarray(batch[name], batch[name].dtype.newbyteorder("<")) for name in names]
+        names = next((names for names in assemble.RECORD_ARRAYS.values() if names[0] in batch), DIGEST_ARRAYS)
+    dtypes = ["<i8" if name in DIGEST_ARRAYS else batch[name].dtype.newbyteorder("<") for name in names]
+    arrays = [np.ascontiguousarray(batch[name], dtype) for name, dtype in zip(names, dtypes, strict=True)]
     digests = []
     for row in range(arrays[0].shape[0]):
         state = xxhash.xxh3_64()
