@@ -121,7 +121,7 @@ def _name(function: Callable[..., Any]) -> str:
 #
 # A batch draws rows from many shards. Handing a kernel one address per span lets a single call serve them all;
 # handing it a list of arrays would cost a Python call per shard (benchmarks/loader.py). The addresses come from
-# `MapCache.borrow`, which has checked the file's size, and spans are checked against the shard's number of tokens
+# `MapCache.open`, which has checked the file's size, and spans are checked against the shard's number of tokens
 # before they get here.
 
 

@@ -43,18 +43,20 @@ def test_the_limit_is_1024():
     assert MapCache().limit == 64  # as the tests have it
 
 
-def test_maps_are_lent_in_the_order_asked_for(files):
+def test_maps_come_in_the_order_of_the_requests(files):
     cache = MapCache()
-    wanted = [files[3], files[0], files[3]]
-    with cache.borrow(wanted) as lent:
-        assert [file.path for file in lent] == [request.path for request in wanted]
-        assert [file.data.tolist() for file in lent] == [[3, 3, 3, 3], [0], [3, 3, 3, 3]]
-        assert [file.address for file in lent] == [file.data.ctypes.data for file in lent]
+    requests = [files[3], files[0], files[3]]
+    opened = cache.open(requests)
+    assert [file.path for file in opened] == [request.path for request in requests]
+    assert [file.data.tolist() for file in opened] == [[3, 3, 3, 3], [0], [3, 3, 3, 3]]
+    assert [file.address for file in opened] == [file.data.ctypes.data for file in opened]
+    assert opened[0] is opened[2]
     assert len(cache._maps) == 2
 
 
 def test_a_map_is_read_only(files):
-    with MapCache().borrow(files[:1]) as (file,), pytest.raises(ValueError, match="read-only"):
+    (file,) = MapCache().open(files[:1])
+    with pytest.raises(ValueError, match="read-only"):
         file.data[0] = 1
 
 
@@ -64,44 +66,40 @@ def test_an_empty_file_has_no_address(tmp_path):
     assert (file.data.size, file.address) == (0, 0)
 
 
-def test_the_least_recently_used_idle_map_makes_room(files):
+def test_the_least_recently_used_map_is_evicted(files):
     cache = MapCache(limit=2)
     for request in (files[0], files[1], files[0], files[2]):
-        with cache.borrow([request]):
-            pass
-    # 1 was dropped, as 0 had been used after it.
-    kept = [cache.take([request])[0] for request in (files[0], files[2])]
-    assert len(cache._maps) == 2
-    assert [file.borrowers for file in kept] == [1, 1]
+        cache.open([request])
+    assert list(cache._maps) == [files[0], files[2]]
 
 
-def test_a_lent_map_is_never_closed_and_room_is_made_when_it_comes_back(files):
+def test_an_evicted_map_stays_valid_for_its_readers_and_is_closed_after_the_last(files):
+    """[S1.a, S.g]"""
     cache = MapCache(limit=2)
-    lent = cache.take(files[:5])
-    assert len(cache._maps) == 5
-    assert [file.data.tolist() for file in lent] == [[i] * (i + 1) for i in range(5)]
-    cache.give_back(lent[:2])
-    assert len(cache._maps) == 3
-    cache.give_back(lent[2:])
-    assert len(cache._maps) == 2
+    opened = cache.open(files[:5])
+    assert list(cache._maps) == files[3:5]
+    assert [file.data.tolist() for file in opened] == [[i] * (i + 1) for i in range(5)]
+    folder = files[0].path.parent
+    assert mapped_in_this_process(folder) == 5
+    del opened[1:3]
+    assert mapped_in_this_process(folder) == 3
+    del opened
+    assert mapped_in_this_process(folder) == 2
 
 
-def test_one_map_serves_all_borrowers(files):
+def test_one_map_serves_all_readers(files):
     cache = MapCache()
-    (first,), (second,) = cache.take(files[:1]), cache.take(files[:1])
+    (first,), (second,) = cache.open(files[:1]), cache.open(files[:1])
     assert first is second
-    cache.give_back([first])
-    assert second.borrowers == 1
 
 
-def test_a_failed_loan_keeps_no_map_lent(files, tmp_path):
+def test_a_failed_opening_keeps_no_more_maps_than_the_limit(files, tmp_path):
     cache = MapCache(limit=2)
     for _ in range(3):
         with pytest.raises(StoreMissingError, match="missing"):
-            cache.take([*files[:4], FileRequest(tmp_path / "missing", 1)])
-    assert len(cache._maps) <= 2
-    (file,) = cache.take(files[:1])
-    assert file.borrowers == 1
+            cache.open([*files[:4], FileRequest(tmp_path / "missing", 1)])
+    gc.collect()
+    assert mapped_in_this_process(files[0].path.parent) == 2
 
 
 def test_what_was_read_of_a_truncated_file_is_refused_and_the_file_mapped_again(tmp_path):
@@ -110,28 +108,25 @@ def test_what_was_read_of_a_truncated_file_is_refused_and_the_file_mapped_again(
     path.write_bytes(b"\1" * 5000)
     maps, request = MapCache(), FileRequest(path, 5000)
 
-    def read_while_it_is_truncated():
-        with maps.borrow([request]) as (file,):
-            os.truncate(path, 100)
-            assert int(file.data[:4096].sum()) == 100  # a part of a page reads as zeros
-
+    opened = maps.open([request])
+    os.truncate(path, 100)
+    assert int(opened[0].data[:4096].sum()) == 100  # a part of a page reads as zeros
     with pytest.raises(StoreCorruptError, match="file: must keep its 5000 bytes while it is read, got 100;"):
-        read_while_it_is_truncated()
+        maps.check(opened)
     assert len(maps._maps) == 0
     path.write_bytes(b"\1" * 5000)
-    with maps.borrow([request]) as (file,):
-        assert int(file.data.sum()) == 5000
+    assert int(maps.open([request])[0].data.sum()) == 5000
 
 
-def test_a_file_that_was_truncated_since_it_was_mapped_is_not_lent(tmp_path):
+def test_a_file_that_was_truncated_since_it_was_mapped_is_not_handed_out(tmp_path):
     """[S.g]"""
     path = tmp_path / "file"
     path.write_bytes(b"\1" * 5000)
     maps, request = MapCache(), FileRequest(path, 5000)
-    maps.give_back(maps.take([request]))
+    maps.open([request])
     os.truncate(path, 0)
     with pytest.raises(StoreCorruptError, match="file: must keep its 5000 bytes while it is read, got 0;"):
-        maps.take([request])
+        maps.open([request])
     assert len(maps._maps) == 0
 
 

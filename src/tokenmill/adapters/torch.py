@@ -329,14 +329,15 @@ def read_windows(store: Store, key: str, begins: Sequence[int], length: int) -> 
         by_shard.setdefault(bisect_right(inner_edges, begin), []).append(index)
     for shard, indices in by_shard.items():
         first, end = int(edges[shard]), int(edges[shard + 1])
-        with store.maps.borrow([] if store.by_ranges else [store.file(shard, key_file(key))]) as mapped:
-            values = mapped[0].data.view(store.dtype(key)) if mapped else None
-            for index in indices:
-                begin = begins[index]
-                if values is None or begin + length > end:  # not on this machine, or in several shards
-                    yield index, store.fetch(begin, begin + length, key)
-                else:
-                    yield index, values[begin - first : begin - first + length]
+        mapped = store.maps.open([] if store.by_ranges else [store.file(shard, key_file(key))])
+        values = mapped[0].data.view(store.dtype(key)) if mapped else None
+        for index in indices:
+            begin = begins[index]
+            if values is None or begin + length > end:  # not on this machine, or in several shards
+                yield index, store.fetch(begin, begin + length, key)
+            else:
+                yield index, values[begin - first : begin - first + length]
+        store.maps.check(mapped)
 
 
 # Check that all ranks read the same.

@@ -351,8 +351,7 @@ class Block(ABC):
         """Refuse what was copied of files that became shorter meanwhile."""
         begin = monotonic()
         for maps, files in self._maps:
-            for file in files:
-                maps.check(file)
+            maps.check(files)
         # The last page of a truncated file reads as zeros. Only the size of the file shows that, and to look at it
         # is a system call of about a microsecond per file.
         self._next_look = monotonic() + LOOK_EVERY * (monotonic() - begin)
@@ -407,8 +406,6 @@ class Block(ABC):
         for loan in (*self._loans, *(loan for arriving in self._arriving for _, loan in arriving.loans)):
             loan.release()
         self._loans, self._arriving = [], []
-        for maps, files in self._maps:
-            maps.give_back(files)
         self._maps.clear()
 
     def _find_spans(self) -> list[_Piece]:
@@ -480,7 +477,7 @@ class Block(ABC):
             if any(isinstance(request, RangeRequest) for request in requests):
                 self._fetch(piece, key, column, shards, requests)
                 continue
-            files = store.maps.take(requests)
+            files = store.maps.open(requests)
             self._maps.append((store.maps, files))
             bases = np.array([file.address for file in files], np.int64)
             self._write_addresses(piece, key, column, shards, bases)
@@ -499,7 +496,7 @@ class Block(ABC):
                 around = None if piece.around is None else _bytes_within(store, key, shard, piece.around)
                 ranges.append(replace(wanted, next_use=self._next_use(store, key, shard), around=around))
             else:
-                self._maps.append((store.maps, store.maps.take([wanted])))
+                self._maps.append((store.maps, store.maps.open([wanted])))
                 bases[number] = self._maps[-1][1][0].address
         loans = tuple(
             (numbers, ranges[0].request.reader.begin(ranges, ahead=self._fetching.ahead))

@@ -223,22 +223,23 @@ class ConcatRows(StoredRows):
         count: Int64Array,
     ) -> Int64Array:
         store = self.store
-        with store.maps.borrow([store.file(int(shard), DOCUMENTS) for shard in shards]) as files:
-            addresses = np.array([file.address for file in files], np.int64)
-            mean = store.num_tokens / max(1, store.num_documents)
-            capacity = int(3 * runs[0].size + 1.5 * int(runs[1].sum()) / max(1.0, mean)) + 16
-            mapped = (shards, addresses, store.token_begins, store.document_begins)
-            while True:
-                out = np.empty((5, capacity), np.int64)
-                needed = _find_spans(runs, mapped, first, count, out)
-                if needed < 0:
-                    raise StoreCorruptError(
-                        f"{store.file(-1 - needed, DOCUMENTS).path}: offsets and anchors must fit the shard, "
-                        "got others; run `tokenmill verify`, then copy or prepare the store again"
-                    )
-                if needed <= capacity:
-                    return np.ascontiguousarray(out[:, :needed])
-                capacity = int(needed)
+        files = store.maps.open([store.file(int(shard), DOCUMENTS) for shard in shards])
+        addresses = np.array([file.address for file in files], np.int64)
+        mean = store.num_tokens / max(1, store.num_documents)
+        capacity = int(3 * runs[0].size + 1.5 * int(runs[1].sum()) / max(1.0, mean)) + 16
+        mapped = (shards, addresses, store.token_begins, store.document_begins)
+        while True:
+            out = np.empty((5, capacity), np.int64)
+            needed = _find_spans(runs, mapped, first, count, out)
+            if needed < 0:
+                raise StoreCorruptError(
+                    f"{store.file(-1 - needed, DOCUMENTS).path}: offsets and anchors must fit the shard, "
+                    "got others; run `tokenmill verify`, then copy or prepare the store again"
+                )
+            if needed <= capacity:
+                store.maps.check(files)
+                return np.ascontiguousarray(out[:, :needed])
+            capacity = int(needed)
 
 
 def _join_runs(

@@ -707,7 +707,7 @@ def count_ones(
     ones = 0
     for first in range(0, needed.size, size):
         group = needed[first : first + size]
-        with store.lent(key, group, (shards, firsts, firsts + lengths)) as files:
+        with store.in_memory(key, group, (shards, firsts, firsts + lengths)) as files:
             addresses[group] = [file.address for file in files]
             ones += _count(addresses, shards, firsts, lengths)
             addresses[group] = 0
@@ -745,12 +745,13 @@ def items_within(
     give a last item before the first.
     """
     items = store.axes[axis].items
-    with store.maps.borrow([store.file(shard, index_file(axis))]) as (mapped,):
-        offsets = mapped.data[: 8 * int(items[shard + 1] - items[shard] + 1)].view(OFFSET_DTYPE)
-        first = np.searchsorted(offsets, begins.astype(OFFSET_DTYPE), side="right") - 1
-        last = np.searchsorted(offsets, ends.astype(OFFSET_DTYPE), side="left") - 1
-        first, last = np.maximum(first, 0), np.minimum(last, int(items[shard + 1] - items[shard]) - 1)
-        inside = (begins - offsets[first].astype(np.int64), ends - offsets[np.maximum(last, 0)].astype(np.int64))
+    files = store.maps.open([store.file(shard, index_file(axis))])
+    offsets = files[0].data[: 8 * int(items[shard + 1] - items[shard] + 1)].view(OFFSET_DTYPE)
+    first = np.searchsorted(offsets, begins.astype(OFFSET_DTYPE), side="right") - 1
+    last = np.searchsorted(offsets, ends.astype(OFFSET_DTYPE), side="left") - 1
+    first, last = np.maximum(first, 0), np.minimum(last, int(items[shard + 1] - items[shard]) - 1)
+    inside = (begins - offsets[first].astype(np.int64), ends - offsets[np.maximum(last, 0)].astype(np.int64))
+    store.maps.check(files)
     return first + items[shard], last + items[shard], *inside
 
 
@@ -774,10 +775,11 @@ def locate(
     addresses = np.zeros(store.num_shards, np.int64)
     for first in range(0, needed.size, size):
         group = needed[first : first + size]
-        with store.maps.borrow([store.file(int(shard), name) for shard in group]) as files:
-            addresses[group] = [file.address for file in files]
-            wrong = _gather(documents, shards, addresses, items, values, begins, lengths)
-            addresses[group] = 0
+        files = store.maps.open([store.file(int(shard), name) for shard in group])
+        addresses[group] = [file.address for file in files]
+        wrong = _gather(documents, shards, addresses, items, values, begins, lengths)
+        addresses[group] = 0
+        store.maps.check(files)
         if wrong >= 0:
             raise bad_offsets(store.file(int(shards[wrong]), name))
     return shards, begins, lengths

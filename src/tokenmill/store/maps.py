@@ -6,7 +6,7 @@ import mmap
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,6 @@ class MappedFile:
     """What the system knows of the map; None for what is in memory or empty."""
     end: int = 0
     """How many bytes the file must keep."""
-    borrowers: int = 0
 
     def check(self) -> None:
         """Raise if the file has become shorter: the last page of a truncated file reads as zeros.
@@ -101,11 +100,10 @@ LocalRequest: TypeAlias = FileRequest | MemoryRequest
 
 
 class MapCache:
-    """Keeps the most recently used maps, at most `limit` with those in use, for any number of threads.
+    """The most recently used maps, at most `limit`; any number of threads may use it.
 
-    Maps are lent, so that none is closed under a reader. Idle ones make room for new ones. The limit
-    is passed only while the borrowers of one moment need more than that together: waiting for one
-    another could wait for ever.
+    A file stays mapped while something refers to its map. So an evicted map stays valid for its readers, and more
+    than `limit` maps are open only while readers refer to more.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -118,38 +116,34 @@ class MapCache:
         self._lock = threading.Lock()
 
     def renew_lock(self) -> None:
-        """Take a new lock, in a process that was forked: a thread that is not here may hold the old one."""
+        """Take a new lock after a fork: a thread that does not exist in this process may hold the old one."""
         self._lock = threading.Lock()
 
-    def take(self, requests: Sequence[Request]) -> list[MappedFile]:
-        """Lend the maps of some files, in the order asked for, until they are given back."""
-        with self._lock:
-            files: list[MappedFile] = []
-            try:
-                for request in requests:
-                    file = self._mapped(request) if isinstance(request, FileRequest) else map_file(request)
-                    file.borrowers += 1
-                    files.append(file)
-            except BaseException:
-                self._return(files)
-                raise
-            return files
+    def open(self, requests: Sequence[Request]) -> list[MappedFile]:
+        """Return the maps of some files, in the order of the requests.
 
-    def _mapped(self, request: FileRequest) -> MappedFile:
-        """Return the map of a file, which is now the one that was used last; the lock must be held."""
+        Refer to the maps until the last read, and call `check` after it.
+        """
+        with self._lock:
+            return [self._open(request) for request in requests]
+
+    def _open(self, request: Request) -> MappedFile:
+        if not isinstance(request, FileRequest):
+            return map_file(request)
         file = self._maps.get(request)
         if file is not None:
             self._check(file)
             self._maps.move_to_end(request)
             return file
-        if len(self._maps) >= self.limit:
-            self._close_idle()
         self._verify(request)
-        file = self._maps[request] = map_file(request)
+        file = map_file(request)
+        while len(self._maps) >= self.limit:
+            self._maps.popitem(last=False)
+        self._maps[request] = file
         return file
 
     def verify(self, request: Request) -> None:
-        """Raise if a file that has a checksum has another one; it is read through once for all its readers."""
+        """Raise if a file has another checksum than its request; each file is read through once per process."""
         if isinstance(request, FileRequest) and request.xxh3 is not None:
             with self._lock:
                 self._verify(request)
@@ -159,26 +153,11 @@ class MapCache:
             verify_checksum(request)
             self._verified.add(request)
 
-    def give_back(self, files: Sequence[MappedFile]) -> None:
-        """End a loan; the maps stay open until their room is needed."""
+    def check(self, files: Iterable[MappedFile]) -> None:
+        """Raise if a file was truncated since it was mapped. Such a file is mapped again once it is restored."""
         with self._lock:
-            self._return(files)
-
-    @contextmanager
-    def borrow(self, requests: Sequence[Request]) -> Iterator[list[MappedFile]]:
-        """Lend the maps of some files for the length of a `with` block; what was read of a cut one is refused."""
-        files = self.take(requests)
-        try:
-            yield files
             for file in files:
-                self.check(file)
-        finally:
-            self.give_back(files)
-
-    def check(self, file: MappedFile) -> None:
-        """Refuse what was read of a file that was cut; once it is put back, it is mapped anew."""
-        with self._lock:
-            self._check(file)
+                self._check(file)
 
     def _check(self, file: MappedFile) -> None:
         try:
@@ -189,20 +168,6 @@ class MapCache:
                 self._verified.discard(request)
             raise
 
-    def _return(self, files: Sequence[MappedFile]) -> None:
-        for file in files:
-            file.borrowers -= 1
-        while len(self._maps) > self.limit and self._close_idle():
-            pass
-
-    def _close_idle(self) -> bool:
-        """Close the map that was used longest ago and that nobody uses now; False where there is none."""
-        for request, file in self._maps.items():
-            if not file.borrowers:
-                del self._maps[request]
-                return True
-        return False
-
 
 def map_file(request: Request) -> MappedFile:
     """Map a file or a part of it, after checking that it has the size that the manifest promises.
@@ -211,7 +176,7 @@ def map_file(request: Request) -> MappedFile:
     """
     if isinstance(request, MemoryRequest):
         return MappedFile(request.path, request.data, int(request.data.ctypes.data) if request.data.size else 0)
-    assert isinstance(request, FileRequest), "ranges are borrowed by `lent`"
+    assert isinstance(request, FileRequest), "ranges are read by `in_memory`"
     with _open_checked(request) as descriptor:
         if request.wanted == 0:
             return MappedFile(request.path, np.empty(0, np.uint8), 0)

@@ -77,14 +77,15 @@ Request: TypeAlias = LocalRequest | RangeRequest
 
 
 @contextmanager
-def lent(maps: MapCache, ranges: Sequence[Ranges | Request]) -> Iterator[list[MappedFile]]:
-    """Lend files for the length of a `with` block: whole ones by their maps, of others the ranges."""
-    whole = [item for item in ranges if not isinstance(item, Ranges)]
-    loans = [item.request.reader.begin([item], ahead=False) for item in ranges if isinstance(item, Ranges)]
+def in_memory(maps: MapCache, wanted: Sequence[Ranges | Request]) -> Iterator[list[MappedFile]]:
+    """Give files for the length of a `with` block: mapped whole, or with the ranges that were fetched."""
+    whole = [item for item in wanted if not isinstance(item, Ranges)]
+    loans = [item.request.reader.begin([item], ahead=False) for item in wanted if isinstance(item, Ranges)]
     try:
-        with maps.borrow(whole) as mapped:
-            files, parts = iter(mapped), iter(loans)
-            yield [next(parts).wait()[0] if isinstance(item, Ranges) else next(files) for item in ranges]
+        mapped = maps.open(whole)
+        files, parts = iter(mapped), iter(loans)
+        yield [next(parts).wait()[0] if isinstance(item, Ranges) else next(files) for item in wanted]
+        maps.check(mapped)
     finally:
         for loan in loans:
             loan.release()
@@ -94,7 +95,7 @@ def read_range(request: Request, begin: int, size: int) -> Uint8Array:
     """Read bytes of a file without mapping it, wherever it is."""
     if not isinstance(request, RangeRequest):
         return read_file(request, begin, size)
-    with lent(MapCache(), [Ranges(request, np.array([begin]), np.array([begin + size]))]) as (file,):
+    with in_memory(MapCache(), [Ranges(request, np.array([begin]), np.array([begin + size]))]) as (file,):
         return file.data[begin : begin + size].copy()
 
 

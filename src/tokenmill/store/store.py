@@ -13,7 +13,7 @@ import numpy as np
 from tokenmill.errors import PlanError, StoreCorruptError, StoreError, nearest
 from tokenmill.store import layout
 from tokenmill.store.maps import FileRequest, MapCache, MappedFile
-from tokenmill.store.ranges import RangeRequest, Ranges, Request, lent, read_range
+from tokenmill.store.ranges import RangeRequest, Ranges, Request, in_memory, read_range
 from tokenmill.store.records import Records
 from tokenmill.types import AnyArray, Int64Array
 
@@ -233,10 +233,10 @@ class Store(Records):
         # The end of a shard's last document is the start of the next shard's first.
         return np.concatenate([*(part[:-1] for part in parts[:-1]), parts[-1]])
 
-    def lent(self, key: str, shards: Int64Array, spans: Spanned) -> AbstractContextManager[list[MappedFile]]:
-        """Lend the files of an array in some shards, of which spans (shard, first value, end) are to be read."""
+    def in_memory(self, key: str, shards: Int64Array, spans: Spanned) -> AbstractContextManager[list[MappedFile]]:
+        """Give the files of an array in some shards, for reading spans (shard, first value, end) of them."""
         requests = [self.file(int(shard), layout.key_file(key)) for shard in shards]
-        return lent(self.maps, wanted_of(requests, shards, spans, self.dtype(key).itemsize))
+        return in_memory(self.maps, wanted_of(requests, shards, spans, self.dtype(key).itemsize))
 
     def bring(self, name: str) -> Path:
         """Return where a file beside the shards is; from object storage it is copied first, if it is there."""
@@ -248,7 +248,7 @@ class Store(Records):
         # Memory is taken piece by piece, after the map has proved that the file is as large as the manifest says.
         parts = []
         for shard, first, last in _pieces(self.axes[self.axis(key)].values, begin, end):
-            with self.lent(
+            with self.in_memory(
                 key, np.array([shard]), (np.array([shard]), np.array([first]), np.array([last]))
             ) as files:
                 parts.append(files[0].data.view(dtype)[first:last].copy())
