@@ -2,9 +2,9 @@
 
     python benchmarks/order.py [--tiny] [--json]
 
-Stage, mixture and shuffle together, vectorised, one core, with 10^9 rows per source. Within a ramp: blocks of 2
-steps of 1,024 rows, each reached from the last step that is stored. Start and resume run in fresh processes: from
-an opened plan (modules imported, kernels compiled) to the first row ids.
+Stage, mixture and shuffle together, vectorised, one core, with 10^9 rows per source. `window` groups blocks of
+1,024 rows. Within a ramp: blocks of 2 steps of 1,024 rows. Start and resume run in fresh processes: from an opened
+plan (modules imported, kernels compiled) to the first row ids.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tokenmill.plan import Ramp, Shuffle, StageSpec, compile_plan
-from tokenmill.plan.mixture import build_mixture, draw_all, integer_weights
-from tokenmill.plan.shuffle import permute_all
+from tokenmill.plan.mixture import build_mixture, integer_weights
+from tokenmill.plan.permute import permute_all
 from tokenmill.plan.stages import rows_at
 
 TINY = "--tiny" in sys.argv
@@ -36,11 +36,15 @@ class Rows:
     num_rows: int
     seq_len: int = 2048
     num_rest: int = 0
+    segment_multiple: int = 1
     cross_document_labels: bool = False
 
     @property
     def counted(self):
         return self
+
+    def window_starts(self, *, rest):
+        return None
 
     @property
     def description(self):
@@ -73,12 +77,12 @@ def make_plan(sources: int, mode: str = "full"):
 def nanoseconds_alone(sources: int) -> dict[str, float]:
     """Return what the permutation of 10^9 rows and the mixture cost on their own; medians of 10."""
     weights = integer_weights({f"source{i}": 1 / (i + 1) for i in range(sources)})
-    nodes = build_mixture(tuple(weights.values())).nodes
+    mixture = build_mixture(tuple(weights.values()))
     index = np.arange(1 << 18) + 6 * 10**8
     measured = {}
     for name, work in (
         ("permutation", lambda: permute_all(index, ROWS, np.uint64(5))),
-        (f"mixture of {sources}", lambda: draw_all(index, nodes)),
+        (f"mixture of {sources}", lambda: mixture.draw(index)),
     ):
         rounds = []
         for _ in range(ROUNDS):
@@ -170,7 +174,7 @@ def main() -> None:
     for sources in (2,) if TINY else (2, 8, 64):
         results |= nanoseconds_alone(sources)
     for sources in (1, 2) if TINY else (1, 2, 8, 64):
-        for mode in ("full", "block"):
+        for mode in ("full", "window"):
             results[f"ns a row, {sources} sources, {mode}"] = round(nanoseconds_a_row(sources, mode), 1)
     for sources in (2,) if TINY else (2, 8, 64):
         row, compiled = nanoseconds_in_a_ramp(sources)

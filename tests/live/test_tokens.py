@@ -16,7 +16,7 @@ from tokenmill.errors import DocumentError, TokenizerError
 from tokenmill.live import LiveOptions, open_live
 from tokenmill.live.tokens import in_order, pack_window, tokenize_window
 from tokenmill.loader.state import DrawnRows, RowFormat
-from tokenmill.plan.shuffle import permute_all
+from tokenmill.plan.permute import permute_all
 from tokenmill.types import Encoded
 
 

@@ -15,7 +15,7 @@ import tokenmill.packing.rows as packed
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.packing import ConcatRows, Policy, RecordRows, pack_rows
 from tokenmill.plan import StageSpec, compile_plan
-from tokenmill.plan.shuffle import Shuffle
+from tokenmill.plan.order import Shuffle
 from tokenmill.plan.stages import NOTHING, Seen
 from tokenmill.store import open_store
 from tokenmill.store.maps import MapCache

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenmill.errors import ConfigError
 from tokenmill.packing import Policy, RecordRows
 from tokenmill.packing.rows import TakenRows
-from tokenmill.plan.shuffle import Shuffle
+from tokenmill.plan.order import Shuffle
 from tokenmill.plan.stages import NOTHING, Held, Seen
 from tokenmill.store import StoreSpec, StoreWriter, open_store
 

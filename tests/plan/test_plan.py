@@ -272,8 +272,8 @@ def test_a_run_whose_sources_all_stop_is_refused_with_the_step(make_plan):
     with pytest.raises(ConfigError) as error:
         make_plan({"web": 25}, [(0, 10, {"web": 1})], steps=5, stops={"web": 1})
     assert str(error.value) == (
-        "stage 'stage0', step 2: its sources must last until it ends, got all of them used up "
-        "(on_exhausted = stop), 5 of 10 rows too few; end the run before that step, or add documents"
+        "stage 'stage0', step 2: all sources are used up (on_exhausted = stop), with 5 of 10 rows too few; "
+        "end the run before that step, or add documents"
     )
     with pytest.raises(ConfigError) as error:
         make_plan({"web": 20}, [(0, 10, {"web": 1})], steps=5, stops={"web": 1})

@@ -32,7 +32,7 @@ def test_requests_of_a_full_shuffle_are_the_ranges_that_its_rows_need(make_store
     make_store("web", LENGTHS[:5000], max_tokens_per_shard=10_000)
     run = make_run(tmp_path, packing, steps=4)
     reading = by_shuffle(report_reading(run, verify_pages=page > 1))["full"]
-    spans = run.plan().stages[0].counted("web").spans(run.plan().stages[0].order(0, 0).rows(np.arange(256))[0])
+    spans = run.plan().stages[0].counted("web").spans(run.plan().stages[0].order(0, 0).rows(np.arange(256)))
     wanted = set()
     for shard, token, length in zip(spans.shard, spans.token, spans.length, strict=True):
         first, last = int(token) * 2 // page, (int(token + length) * 2 - 1) // page

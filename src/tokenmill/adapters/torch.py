@@ -25,7 +25,7 @@ from tokenmill.errors import ConfigError, ResumeError, StoreCorruptError, Tokenm
 from tokenmill.fingerprint import canonical, digest, first_difference
 from tokenmill.loader import Layout, Loader, row_digests
 from tokenmill.loader.state import merge_states
-from tokenmill.plan.shuffle import permute_all
+from tokenmill.plan.permute import permute_all
 from tokenmill.store.layout import key_file
 from tokenmill.types import AnyArray, Batch
 

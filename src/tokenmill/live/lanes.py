@@ -29,8 +29,8 @@ from tokenmill.loader.layout import Layout, RankSlice
 from tokenmill.loader.loader import Loader, LoaderOptions
 from tokenmill.loader.state import DrawnRows, LanePosition, Position, RowFormat, State
 from tokenmill.packing.packers import Policy
+from tokenmill.plan.order import Shuffle
 from tokenmill.plan.plan import compile_plan
-from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import StageSpec
 from tokenmill.tables import names_of
 from tokenmill.types import Int64Array

@@ -39,7 +39,7 @@ from tokenmill.errors import ConfigError, DocumentError, TokenizerError, nearest
 from tokenmill.fingerprint import digest, first_difference, key64
 from tokenmill.loader.state import RowFormat
 from tokenmill.packing.packers import Policy
-from tokenmill.plan.shuffle import permute
+from tokenmill.plan.permute import permute
 from tokenmill.tables import as_json
 from tokenmill.types import ON_ERROR, AnyArray, Int64Array
 

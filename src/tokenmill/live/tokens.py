@@ -30,7 +30,8 @@ from tokenmill.packing.index import (
 )
 from tokenmill.packing.packers import DROP, FORBID, MAX_DOCUMENTS
 from tokenmill.packing.rows import look_ahead, unseen
-from tokenmill.plan.shuffle import Shuffle, permute_all
+from tokenmill.plan.order import Shuffle
+from tokenmill.plan.permute import permute_all
 from tokenmill.plan.stages import Seen
 from tokenmill.types import NO_DOCUMENTS, Encoded, Fates, Int64Array, Spans, UnsignedArray
 

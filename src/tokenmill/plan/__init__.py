@@ -6,8 +6,8 @@
    and a digest of everything that decided the batches before a step.
 """
 
+from tokenmill.plan.order import Shuffle
 from tokenmill.plan.plan import Moment, Plan, RowUse, compile_plan
-from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import CountedRows, Ramp, Rows, Stage, StageSpec
 
 __all__ = ["CountedRows", "Moment", "Plan", "Ramp", "RowUse", "Rows"]

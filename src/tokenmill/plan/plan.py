@@ -18,17 +18,17 @@ from tokenmill.errors import ConfigError, PlanError, nearest, whole
 from tokenmill.fingerprint import digest, key64
 from tokenmill.plan.mixture import (
     MAX_TOTAL,
-    InTurn,
     Mixture,
-    RampMixture,
     build_mixture,
     build_ramp,
     exact_weight,
+    in_order,
     integer_weights,
     share_out,
 )
+from tokenmill.plan.order import Shuffle
+from tokenmill.plan.permute import derived_key
 from tokenmill.plan.seen import SourceCounts, SourceSeen, total
-from tokenmill.plan.shuffle import Shuffle, derived_key
 from tokenmill.plan.stages import (
     CARRY,
     NO_EPOCH,
@@ -446,14 +446,14 @@ class _Mixing:
 
     ahead: dict[str, Fraction] = field(default_factory=dict)
     """Of each source, when the mixture began."""
-    mixture: Mixture | RampMixture | None = None
+    mixture: Mixture | None = None
     asked: tuple[object, ...] | None = None
     """What it was built for."""
     names: tuple[str, ...] = ()
     drawn: int = 0
     """Positions of it."""
 
-    def take(self, spec: StageSpec) -> Mixture | RampMixture:
+    def take(self, spec: StageSpec) -> Mixture:
         """Return what a stage draws from: what was drawn from before, if it asks for just the same."""
         ramp, names = spec.ramp, spec.names
         weights = [exact_weight(spec.weights.get(name, 0)) for name in names]
@@ -477,8 +477,8 @@ class _Mixing:
                 weights,
                 steps=range(spec.start_step - ramp.begin, ramp.end - ramp.begin),
                 batch=spec.global_batch_size,
-                cosine=ramp.shape == "cosine",
-                ahead=leads,
+                shape=ramp.shape,
+                leads=leads,
             )
         self.asked, self.names, self.drawn = asked, names, 0
         return self.mixture
@@ -488,7 +488,7 @@ class _Mixing:
         if self.mixture is not None:
             leads = [self.ahead.get(name, Fraction(0)) for name in self.names]
             # Far finer than a row; else fractions would grow with every edge.
-            ahead = [round(lead * _GRAIN) / Fraction(_GRAIN) for lead in self.mixture.ahead(self.drawn, leads)]
+            ahead = [round(lead * _GRAIN) / Fraction(_GRAIN) for lead in self.mixture.leads(self.drawn, leads)]
             self.ahead |= dict(zip(self.names, ahead, strict=True))
         self.mixture = self.asked = None
 
@@ -552,12 +552,9 @@ def compile_in_turn(spec: StageSpec, sources: Sequence[str]) -> Stage:
     steps, rest = divmod(ends[sources[-1]], spec.global_batch_size)
     assert steps
     assert not rest, "rows must fill whole batches"
-    turn = InTurn(
-        begins=np.array([ends[name] - sizes[name] for name in spec.names], np.int64),
-        sizes=np.array([sizes[name] for name in spec.names], np.int64),
-    )
+    mixture = in_order([ends[name] - sizes[name] for name in spec.names], [sizes[name] for name in spec.names])
     place = _StagePlace(index=0, end=steps, position=0, sources=sources, restarted=frozenset())
-    return replace(_compile_stage(spec, place, progress, turn, 0), rotate=False)
+    return replace(_compile_stage(spec, place, progress, mixture, 0), rotate=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -598,8 +595,8 @@ def _drain(
     """Return the one step in which sources give the last rows that they have."""
     spec = stage.spec
     mixing.settle()
-    first = stage.origin // spec.global_batch_size
-    shares = dict(zip(stage.names, stage.mixture.asked(first, first + 1), strict=True))
+    first = stage.origin
+    shares = dict(zip(stage.names, stage.mixture.shares(first, first + spec.global_batch_size), strict=True))
     where = f"stage {spec.name!r}, step {spec.start_step}"
     quotas = share_out(spec.global_batch_size, shares, rooms, mixing.ahead, where)
     ended = tuple(sorted(name for name in quotas if quotas[name] == rooms.get(name)))
@@ -677,7 +674,7 @@ def _compile_stage(
     spec: StageSpec,
     place: _StagePlace,
     progress: Mapping[str, SourceProgress],
-    mixture: Mixture | RampMixture | InTurn,
+    mixture: Mixture,
     origin: int,
 ) -> Stage:
     names = spec.names

@@ -12,40 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tokenmill.compiled import inner, int64, kernel
+from tokenmill.compiled import int64, kernel
 from tokenmill.errors import ConfigError, PlanError, nearest, whole
-from tokenmill.plan.mixture import draw
-from tokenmill.plan.shuffle import (
-    EPOCH_COLUMNS,
-    EPOCH_FIRST,
-    EPOCH_KEY,
-    EPOCH_MODE,
-    EPOCH_SIZE,
-    LINE,
-    NONE,
-    WINDOW,
-    WINDOW_BEGIN,
-    WINDOW_END,
-    WINDOW_KEY,
-    EpochOrder,
-    Shuffle,
-    add_row,
-    begin_epoch,
-    derive,
-    derived_key,
-    enter_window,
-    permute_many,
-    settle_waiting,
-    waiting_room,
-)
+from tokenmill.plan.mixture import STAIRS
+from tokenmill.plan.order import WINDOW, EpochOrder, Shuffle
+from tokenmill.plan.permute import derive, derived_key
 from tokenmill.types import ON_CHANGE, AnyArray, BoolArray, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
-    from tokenmill.plan.mixture import InTurn, Mixture, RampMixture
+    from tokenmill.plan.mixture import Mixture
     from tokenmill.types import Fates, Spans
 
 Weights = Mapping[str, float | Fraction]
@@ -65,7 +45,13 @@ class Ramp:
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the weights of its steps, as JSON."""
-        return {"shape": self.shape, "begin": self.begin, "end": self.end, "weights": _plain(self.weights)}
+        return {
+            "shape": self.shape,
+            "begin": self.begin,
+            "end": self.end,
+            "stairs": min(STAIRS, self.end - self.begin),
+            "weights": _plain(self.weights),
+        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,7 +144,7 @@ class Stage:
     end_step: int
     first_position: int
     """Position of its first row in the order of the whole run."""
-    mixture: Mixture | RampMixture | InTurn
+    mixture: Mixture
     origin: int
     """Positions of the mixture that stages before this one have drawn."""
     bases: tuple[int, ...]
@@ -247,7 +233,6 @@ class Stage:
             and (self.names, self.rotate, self.rotation_key) == (other.names, other.rotate, other.rotation_key)
             and all(np.array_equal(mine, theirs) for mine, theirs in zip(self._order, other._order, strict=True))
             and all(dict(self.rows[name].description) == dict(other.rows[name].description) for name in self.names)
-            and type(self.mixture) is type(other.mixture)
             and all(
                 np.array_equal(getattr(self.mixture, item.name), getattr(other.mixture, item.name))
                 for item in fields(self.mixture)
@@ -299,20 +284,17 @@ class Stage:
         """Whether the rows of each source are ordered by block within a batch."""
         return self.spec.shuffle.mode == "window"
 
-    @cached_property
-    def in_windows(self) -> bool:
-        """Whether an epoch of it is in an order that no kernel of positions knows: by packing windows."""
-        return bool((self.table[:, [MODE, OLD_MODE]] == WINDOW).any())
-
     def asked(self) -> dict[str, Fraction]:
         """Return the share of rows that the weights ask for, over all steps of the stage."""
-        first = self.origin // self.spec.global_batch_size
-        return dict(zip(self.names, self.mixture.asked(first, first + self.num_steps), strict=True))
+        return dict(
+            zip(self.names, self.mixture.shares(self.origin, self.origin + self.num_positions), strict=True)
+        )
 
     def shares(self, step: int) -> dict[str, float]:
         """Return the share of rows that the weights ask for at a step."""
-        first = self.origin // self.spec.global_batch_size + step - self.spec.start_step
-        shares = self.mixture.asked(first, first + 1)
+        batch = self.spec.global_batch_size
+        first = self.origin + (step - self.spec.start_step) * batch
+        shares = self.mixture.shares(first, first + batch)
         return {name: float(share) for name, share in zip(self.names, shares, strict=True)}
 
     def positions_of(self, name: str, drawn: Int64Array) -> Int64Array:
@@ -516,41 +498,9 @@ def rows_at(
 
     Without `rotate`, slots are in the order in which the mixture draws them.
     """
-    if stage.in_windows:
-        return _rows_in_windows(stage, steps, slots, rotate)
-    return _shuffle(stage, _draw(stage, steps, slots, rotate=rotate))
-
-
-def _draw(stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool) -> Int64Array:
-    """Return, in two lines, the line of the table and the ordinal of the row for many (step, slot)."""
-    out = np.empty((2, steps.size), np.int64)
-    if not steps.size:
-        return out
-    batch = stage.spec.global_batch_size
-    first, last = (
-        stage.origin + (int(step) - stage.spec.start_step) * batch for step in (steps.min(), steps.max() + 1)
-    )
-    segments = stage.mixture.segments(first, last)
-    nodes = segments.nodes.reshape(-1, segments.nodes.shape[2])
-    shape = (stage.spec.start_step, batch, int(rotate and stage.rotate), stage.origin)
-    _ordinals(steps, slots, shape, (segments.starts, nodes, segments.bases), stage.table, stage.rotation_key, out)
-    return out
-
-
-def _shuffle(stage: Stage, drawn: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Return (source, row) of draws, given as `_draw` does and overwritten; of no order by packing windows."""
-    epochs = np.zeros((len(stage.names), EPOCH_COLUMNS + 2), np.int64)
-    _rows(stage.table, stage.keys, epochs, *waiting_room(drawn.shape[1]), drawn)
-    return drawn[0], drawn[1]
-
-
-def _rows_in_windows(
-    stage: Stage, steps: Int64Array, slots: Int64Array, rotate: bool
-) -> tuple[Int64Array, Int64Array]:
-    """Return what `rows_at` does where an epoch is in the order of packing windows; by block, batches are whole."""
     if not stage.by_block:
         lines, ordinals = _draw(stage, steps, slots, rotate=rotate)
-        return stage.table[lines, SOURCE], _ordinal_rows(stage, lines, ordinals)
+        return stage.table[lines, SOURCE], _rows(stage, lines, ordinals)
     batches, index = np.unique(steps, return_inverse=True)
     key = bytes([rotate]) + batches.tobytes()
     kept = stage._last_batches.get(key)
@@ -563,15 +513,25 @@ def _rows_in_windows(
     return stage.table[lines[chosen], SOURCE], rows[chosen]
 
 
+def _draw(stage: Stage, steps: Int64Array, slots: Int64Array, *, rotate: bool) -> tuple[Int64Array, Int64Array]:
+    """Return the line of the table, and the ordinal of the row, for many (step, slot)."""
+    batch = stage.spec.global_batch_size
+    if rotate and stage.rotate:
+        slots = slots + rotations(stage.rotation_key, steps, batch)
+        slots -= batch * (slots >= batch)
+    lines, drawn = stage.mixture.draw(stage.origin + (steps - stage.spec.start_step) * batch + slots)
+    return lines, drawn + stage.table[:, CARRY][lines]
+
+
 def _batches(stage: Stage, steps: Int64Array, rotate: bool = True) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Return (line of the table, ordinal of the row, row) of whole batches of a stage that is ordered by block.
 
-    The mixture says which slots a source has; the rows that it draws for a step stand in them by block. A rank has
-    a slice of the batch: a share of every source, and few blocks of it.
+    The mixture decides the slots of a source. The rows that it draws for a step fill them in the order of blocks.
+    So a rank, which has a slice of the batch, gets a share of every source and few blocks of it.
     """
     batch = stage.spec.global_batch_size
-    each = np.repeat(steps, batch)
-    lines, ordinals = _draw(stage, each, np.tile(np.arange(batch), steps.size), rotate=rotate)
+    all_steps = np.repeat(steps, batch)
+    lines, ordinals = _draw(stage, all_steps, np.tile(np.arange(batch), steps.size), rotate=rotate)
     arranged = _arrange(stage, lines, ordinals)
     places, order = _by_block(lines.reshape(-1, batch), arranged.reshape(-1, batch), len(stage.names))
     if places is None:
@@ -601,21 +561,24 @@ def _by_block(lines: Int64Array, arranged: Int64Array, num_lines: int) -> tuple[
     return np.lexsort((flat, each)), np.lexsort((arranged.ravel(), flat, each))
 
 
-def _ordinal_rows(stage: Stage, lines: Int64Array, ordinals: Int64Array) -> Int64Array:
-    """Return the rows of draws."""
-    return _settle(stage, lines, _arrange(stage, lines, ordinals))
+def _rows(stage: Stage, lines: Int64Array, ordinals: Int64Array) -> Int64Array:
+    """Return the row of each draw, given by its line of the table and its ordinal."""
+    rows = ordinals.copy()
+    for places, order, begin, first in _epochs(stage, lines, ordinals):
+        rows[places] = first + order.rows(ordinals[places] - begin)
+    return rows
 
 
 def _arrange(stage: Stage, lines: Int64Array, ordinals: Int64Array) -> Int64Array:
-    """Return the ordinals that draws would have if blocks were read one after another."""
-    out = ordinals.copy()
+    """Return the ordinal that each draw would have if blocks were read one after another."""
+    arranged = ordinals.copy()
     for places, order, begin, _ in _epochs(stage, lines, ordinals):
-        out[places] = begin + order.arranged(ordinals[places] - begin)
-    return out
+        arranged[places] = begin + order.arranged(ordinals[places] - begin)
+    return arranged
 
 
 def _settle(stage: Stage, lines: Int64Array, arranged: Int64Array) -> Int64Array:
-    """Return the rows of draws, given as `_arrange` does."""
+    """Return the row of each draw, given by its line of the table and what `_arrange` returned."""
     rows = arranged.copy()
     for places, order, begin, first in _epochs(stage, lines, arranged):
         rows[places] = first + order.settled(arranged[places] - begin)
@@ -625,134 +588,46 @@ def _settle(stage: Stage, lines: Int64Array, arranged: Int64Array) -> Int64Array
 def _epochs(
     stage: Stage, lines: Int64Array, ordinals: Int64Array
 ) -> Iterator[tuple[Int64Array | slice, EpochOrder, int, int]]:
-    """Yield where the draws of each epoch are, its order, its first ordinal and its first row."""
-    for line in range(len(stage.names)):
+    """Yield the indices of the draws of each epoch, its order, its first ordinal and its first row."""
+    for line, places in _by_line(lines, len(stage.names)):
         rest, size = (int(stage.table[line, column]) for column in (REST, SIZE))
-        mine = np.flatnonzero(lines == line) if len(stage.names) > 1 else slice(None)
-        drawn = ordinals[mine]
-        if not size or not drawn.size:
+        if not size:
             continue  # a row that is not counted is known by its ordinal alone
-        ends = [(int(ordinal) - rest) // size if ordinal >= rest else -1 for ordinal in (drawn.min(), drawn.max())]
-        for epoch in range(ends[0], ends[1] + 1):
+        drawn = ordinals[places]
+        first, last = (_epoch_of(int(ordinal), rest, size) for ordinal in (drawn.min(), drawn.max()))
+        for epoch in range(first, last + 1):
             begin, end = (rest + epoch * size, rest + (epoch + 1) * size) if epoch >= 0 else (0, rest)
-            places = mine
-            if ends[0] < ends[1]:
-                places = np.flatnonzero((drawn >= begin) & (drawn < end))
-                places = places if isinstance(mine, slice) else mine[places]
-            yield places, stage.order(line, epoch), begin, size if epoch < 0 else 0
+            chosen = places
+            if first < last:
+                inside = np.flatnonzero((drawn >= begin) & (drawn < end))
+                chosen = inside if isinstance(places, slice) else places[inside]
+            yield chosen, stage.order(line, epoch), begin, size if epoch < 0 else 0
 
 
-@kernel
-def _ordinals(
-    steps: Int64Array,
-    slots: Int64Array,
-    shape: tuple[int, int, int, int],
-    segments: tuple[Int64Array, Int64Array, Int64Array],
-    table: Int64Array,
-    rotation_key: np.uint64,
-    out: Int64Array,
-) -> None:
-    start_step, batch, rotate, origin = shape
-    starts, nodes, bases = segments
-    tree_nodes = nodes.shape[0] // starts.size
-    turned_step = int64(-1)
-    turn = segment = int64(0)
-    for i in range(steps.size):
-        step, slot = steps[i], slots[i]
-        if rotate:
-            if step != turned_step:
-                turned_step = step
-                turn = int64(derive(rotation_key, step) % np.uint64(batch))
-            slot += turn
-            if slot >= batch:
-                slot -= batch
-        position = origin + (step - start_step) * batch + slot
-        while segment > 0 and position < starts[segment]:
-            segment -= 1
-        while segment + 1 < starts.size and position >= starts[segment + 1]:
-            segment += 1
-        line, drawn = draw(position - starts[segment], nodes, segment * tree_nodes, tree_nodes)
-        out[0, i] = line
-        out[1, i] = table[line, CARRY] + bases[segment, line] + drawn
+def _by_line(lines: Int64Array, num_lines: int) -> Iterator[tuple[int, Int64Array | slice]]:
+    """Yield each line of the table that occurs, and the indices at which it does, ascending."""
+    if not lines.size:
+        return
+    if num_lines == 1:
+        yield 0, slice(None)
+        return
+    # numpy sorts numbers of 16 bits by radix.
+    order = np.argsort(lines.astype(np.uint16) if num_lines <= 1 << 16 else lines, kind="stable")
+    ends = np.cumsum(np.bincount(lines, minlength=num_lines)).tolist()
+    for line, (begin, end) in enumerate(pairwise([0, *ends])):
+        if begin < end:
+            yield line, order[begin:end]
 
 
-_BEGIN, _END = EPOCH_COLUMNS, EPOCH_COLUMNS + 1
-"""Columns of an epoch after those of its shuffle: the ordinals of its first row, and after its last."""
-
-
-@kernel
-def _rows(
-    table: Int64Array,
-    keys: Uint64Array,
-    epochs: Int64Array,
-    room: Uint64Array,
-    blocks: Int64Array,
-    out: Int64Array,
-) -> None:
-    """Put sources and rows in the place of lines of the table and ordinals."""
-    last = int64(-1)
-    source = mode = first = low = high = waiting = int64(0)
-    key = np.uint64(0)
-    for i in range(out.shape[1]):
-        line, ordinal = out[0, i], out[1, i]
-        if line != last or ordinal < low or ordinal >= high:
-            last, source, mode = line, table[line, SOURCE], int64(NONE)
-            if table[line, SIZE] == 0:  # a row that is not counted is known by its ordinal alone
-                first, low, high = ordinal, ordinal, ordinal + 1
-            else:
-                if ordinal < epochs[line, _BEGIN] or ordinal >= epochs[line, _END]:
-                    permute_many(room, waiting, out[1])
-                    settle_waiting(epochs, room, waiting, blocks, out[1])
-                    waiting = int64(0)
-                    _enter_epoch(ordinal, line, table, keys, epochs)
-                begin = epochs[line, _BEGIN]
-                enter_window(epochs, line, ordinal - begin)
-                low, high = begin + epochs[line, WINDOW_BEGIN], begin + epochs[line, WINDOW_END]
-                mode, key = epochs[line, EPOCH_MODE], np.uint64(epochs[line, WINDOW_KEY])
-                first = epochs[line, EPOCH_FIRST] if mode == NONE else epochs[line, WINDOW_BEGIN]
-        out[0, i] = source
-        if mode == NONE:
-            out[1, i] = first + ordinal - low
-            continue
-        out[1, i] = first
-        add_row(room, waiting, ordinal - low, high - low, key, i)
-        room[LINE, waiting] = np.uint64(line)
-        waiting += 1
-        if waiting == room.shape[1]:
-            permute_many(room, waiting, out[1])
-            settle_waiting(epochs, room, waiting, blocks, out[1])
-            waiting = int64(0)
-    permute_many(room, waiting, out[1])
-    settle_waiting(epochs, room, waiting, blocks, out[1])
-
-
-@inner
-def _enter_epoch(ordinal: int, line: int, table: Int64Array, keys: Uint64Array, epochs: Int64Array) -> None:
-    """Let the line of a source be about the epoch that the row with an ordinal belongs to."""
-    size, rest = table[line, SIZE], table[line, REST]
-    first, epoch = int64(0), (ordinal - rest) // size
-    begin = rest + epoch * size
-    if ordinal < rest:
-        first, size, epoch, begin = size, rest, int64(-1), int64(0)
-    old = int64(epoch == table[line, OLD_EPOCH])
-    epochs[line, _BEGIN], epochs[line, _END] = begin, begin + size
-    epochs[line, EPOCH_FIRST], epochs[line, EPOCH_SIZE] = first, size
-    epochs[line, EPOCH_KEY] = int64(derive(keys[line, old], epoch))
-    for column in range(3):
-        epochs[line, EPOCH_MODE + column] = table[line, MODE + old * (OLD_MODE - MODE) + column]
-    begin_epoch(epochs, line)
+def _epoch_of(ordinal: int, rest: int, size: int) -> int:
+    """Return the epoch of the row with an ordinal; -1 for the rest."""
+    return (ordinal - rest) // size if ordinal >= rest else -1
 
 
 def drawn_rows(stage: Stage, name: str, draws: range) -> Int64Array:
-    """Return the rows of some draws of a source, counted from the first of the stage.
-
-    Which step draws them does not matter, so the mixture is not asked: that of a long ramp would be slow.
-    """
+    """Return the rows of some draws of a source, counted from the first of the stage."""
     ordinals = stage.carry(name) + np.arange(draws.start, draws.stop)
-    lines = np.full_like(ordinals, stage.names.index(name))
-    if stage.in_windows:
-        return _ordinal_rows(stage, lines, ordinals)
-    return _shuffle(stage, np.stack([lines, ordinals]))[1]
+    return _rows(stage, np.full_like(ordinals, stage.names.index(name)), ordinals)
 
 
 def uses_in_stage(stage: Stage, name: str, rows: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
@@ -780,7 +655,7 @@ def uses_in_stage(stage: Stage, name: str, rows: Int64Array) -> tuple[Int64Array
     if stage.by_block:
         slots = _slots_by_block(stage, line, steps, ordinals[inside])
     elif stage.rotate:
-        slots = (slots - turns(stage.rotation_key, steps, batch)) % batch
+        slots = (slots - rotations(stage.rotation_key, steps, batch)) % batch
     order = np.lexsort((slots, steps))
     return steps[order], slots[order], used[order]
 
@@ -828,9 +703,13 @@ def next_steps(stage: Stage, name: str, rows: Int64Array, after: int) -> Int64Ar
 
 
 @kernel
-def turns(rotation_key: np.uint64, steps: Int64Array, batch: int) -> Int64Array:
-    """Return by how many places the batch of each step is turned."""
+def rotations(rotation_key: np.uint64, steps: Int64Array, batch: int) -> Int64Array:
+    """Return the number of slots by which the batch of each step is rotated."""
     out = np.empty_like(steps)
+    last, rotation = int64(-1), int64(0)
     for i in range(steps.size):
-        out[i] = np.int64(derive(rotation_key, steps[i]) % np.uint64(batch))
+        if steps[i] != last:
+            last = steps[i]
+            rotation = int64(derive(rotation_key, last) % np.uint64(batch))
+        out[i] = rotation
     return out

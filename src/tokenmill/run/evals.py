@@ -28,8 +28,8 @@ from tokenmill.packing import Policy, RecordRows, pack_rows
 from tokenmill.packing.index import chosen_documents, digest_numbers
 from tokenmill.packing.rows import StoredRows, TakenRows, count_held
 from tokenmill.plan.mixture import exact_weight
+from tokenmill.plan.order import Shuffle
 from tokenmill.plan.plan import Plan, compile_in_turn
-from tokenmill.plan.shuffle import Shuffle
 from tokenmill.plan.stages import NOTHING, Held, StageSpec
 from tokenmill.store import Store
 from tokenmill.store.hashes import EMPTY, hash_documents, read_hashes

@@ -18,7 +18,7 @@ from tokenmill.errors import ConfigError
 from tokenmill.loader.assemble import is_stored
 from tokenmill.loader.loader import block_rows, held_bytes
 from tokenmill.packing.rows import LOSS_MASK, StoredRows
-from tokenmill.plan.shuffle import EpochOrder, Shuffle
+from tokenmill.plan.order import EpochOrder, Shuffle
 from tokenmill.plan.stages import Stage
 from tokenmill.run.run import Run
 from tokenmill.store.layout import PAGE_BYTES
@@ -237,7 +237,7 @@ class _Counting:
         block = max(1, min(round(most * share), -(-drawn // self.link.nodes)))
         begins = range(0, drawn, block)
         for begin in begins[:: max(1, len(begins) // _SAMPLES)]:
-            numbers = order.rows(np.arange(begin, min(begin + block, drawn)))[0]
+            numbers = order.rows(np.arange(begin, min(begin + block, drawn)))
             yield numbers.size, [numbers]
 
     def _of_blocks(
@@ -249,7 +249,8 @@ class _Counting:
         while begin < min(drawn, _SAMPLE_ROWS):
             end = order.group_end(begin)
             places = np.arange(begin, end)
-            numbers, arranged = order.rows(places)
+            arranged = order.arranged(places)
+            numbers = order.settled(arranged)
             starts = order.starts
             blocks = arranged // shuffle.block_rows
             if starts is not None:

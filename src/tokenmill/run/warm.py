@@ -46,7 +46,7 @@ def warm() -> WarmReport:
     else one in the package, else one in the temporary folder.
     """
     from tokenmill.compiled import known_kernels, record_compiled, writable_folder
-    from tokenmill.plan.mixture import build_mixture, draw_all
+    from tokenmill.plan.mixture import build_mixture
 
     begin = time.perf_counter()
     temporary = tempfile.TemporaryDirectory(prefix="tokenmill-warm-")
@@ -54,7 +54,7 @@ def warm() -> WarmReport:
         _build(Path(folder))
         for tables in _runs():
             _rehearse(tables, Path(folder))
-        draw_all(np.arange(4), build_mixture((1, 2)).nodes)  # as samplers of adapters do
+        build_mixture((1, 2)).draw(np.arange(4))  # as samplers of adapters do
     place = writable_folder()
     present = [name for name, signatures in known_kernels().items() if signatures]
     return WarmReport(

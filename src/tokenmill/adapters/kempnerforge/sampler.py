@@ -17,8 +17,8 @@ from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state, warn_of
 from tokenmill.adapters.torch import dealt, find_rank
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
-from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, draw_all, integer_weights
-from tokenmill.plan.shuffle import permute_all
+from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, integer_weights
+from tokenmill.plan.permute import permute_all
 from tokenmill.tables import MAX_NUMBER, Count, Positive, as_json, check_seed
 from tokenmill.types import Int64Array
 
@@ -229,7 +229,7 @@ class Weighing:
 
     def draw(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the source at each position, and the number of its earlier draws in the whole run."""
-        local, drawn = draw_all(positions - self.start, self.mixture.nodes)
+        local, drawn = self.mixture.draw(positions - self.start)
         sources = np.array(self.sources, np.int64)[local]
         return sources, drawn + np.array(self.drawn, np.int64)[sources]
 
@@ -238,7 +238,7 @@ class Weighing:
         drawn, ahead = list(self.drawn), list(self.ahead)
         length = position - self.start
         lead = [Fraction(ahead[source], _UNITS) for source in self.sources]
-        counts, leads = self.mixture.counts(length), self.mixture.ahead(length, lead)
+        counts, leads = self.mixture.counts(length), self.mixture.leads(length, lead)
         for source, count, more in zip(self.sources, counts, leads, strict=True):
             drawn[source] += count
             ahead[source] = round(more * _UNITS)
