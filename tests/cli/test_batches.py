@@ -207,3 +207,27 @@ def test_a_missing_shard_stops_with_its_name(tokenmill, folder, name):
     done = tokenmill("batches", folder / "run.toml")
     assert (done.code, done.out) == (1, "")
     assert re.fullmatch(rf"error: .*stores/web/shard-00000/{name}: must exist.*, got nothing there; .*\n", done.err)
+
+
+def test_check_writes_a_record_and_compares_a_run_with_it(tokenmill, run_toml, tmp_path):
+    record = tmp_path / "record.json"
+    assert tokenmill("check", run_toml, "--record", record, "--steps", "2:8").lines == [
+        f"wrote {record}: digests of steps 2:8"
+    ]
+    assert tokenmill("check", run_toml, "--against", record).lines == ["all batches of steps 2:8 are the same"]
+    run_toml.write_text(run_toml.read_text().replace("seed = 7", "seed = 8"))
+    done = tokenmill("check", run_toml, "--against", record)
+    assert done.code == 1
+    assert re.match(r"first difference at step 2 in rows of (web|books|books, web)$", done.lines[0])
+    assert re.search(r"because .*: .* -> ", done.lines[1])
+    done = tokenmill("check", run_toml, "--against", record, "--json")
+    result = json.loads(done.out)
+    assert (done.code, result["same"], result["differing_step"]) == (1, False, 2)
+
+
+def test_check_needs_exactly_one_file(tokenmill, run_toml, tmp_path):
+    for options in ([], ["--record", tmp_path / "a", "--against", tmp_path / "b"]):
+        done = tokenmill("check", run_toml, *options)
+        assert done.code == 2
+        assert "pass either --record FILE or --against FILE" in done.err
+    assert tokenmill("check", run_toml, "--against", tmp_path / "gone").code == 2

@@ -20,7 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from tokenmill import errors
 from tokenmill.cli import console as ui
-from tokenmill.cli.batches import batches, what, when
+from tokenmill.cli.batches import batches, check, what, when
 from tokenmill.cli.demo import demo
 from tokenmill.cli.inspect import inspect as inspect_
 from tokenmill.cli.inspect import verify, view
@@ -87,7 +87,7 @@ def _add_command(command: Callable[..., None]) -> None:
 # In the order of the data flow, as --help lists them.
 for each in (
     *(init, demo, prepare, import_, export, upload, inspect_, verify),
-    *(plan, batches, what, when, diff, fork, quarantine, view, warm, doctor),
+    *(plan, batches, what, when, diff, fork, check, quarantine, view, warm, doctor),
 ):
     _add_command(each)
 

@@ -180,6 +180,59 @@ def _read_state(file: Path | None, steps: str) -> dict[str, Any] | None:
     return saved
 
 
+def check(
+    run: ui.RunFile,
+    record: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="File to write digests of the coming steps to")
+    ] = None,
+    against: Annotated[Path | None, typer.Option(metavar="FILE", help="Record to compare the run with")] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Steps to record, B exclusive", show_default="0:1000")
+    ] = None,
+    world_size: ui.WorldSize = None,
+    json: ui.AsJson = False,
+) -> None:
+    """Compare the batches of a run with a record.
+
+    Run it with --record when a job is set up, and with --against before each start. Digests are computed again from
+    the installed packages, the stores and the config. The exit code is 1 if a batch differs.
+    """
+    if (record is None) == (against is None):
+        raise ConfigError("check: pass either --record FILE or --against FILE")
+    if against is not None and steps is not None:
+        raise ConfigError(f"--steps: cannot be combined with --against; {against} names its steps")
+    ui.check_file("--record", record)
+    opened = ui.open_run(run, world_size)
+    with ui.progress() as tell:
+
+        def show(done: int, total: int) -> None:
+            tell("steps", done, total)
+
+        if record is not None:
+            first, end = _range(steps, opened.plan().steps) if steps is not None else (0, None)
+            written = opened.record_batches(record, first, end, show)
+        else:
+            assert against is not None
+            result = opened.check_batches(against, show)
+    if record is not None:
+        if json:
+            ui.print_json({"first_step": written.first_step, "end_step": written.end_step})
+        else:
+            ui.print_line(f"wrote {record}: digests of steps {written.first_step:,}:{written.end_step:,}")
+        return
+    if json:
+        ui.print_json(result.to_json())
+    elif result.same:
+        ui.print_line(f"all batches of steps {result.first_step:,}:{result.end_step:,} are the same")
+    else:
+        sources = f" in rows of {', '.join(result.differing_sources)}" if result.differing_sources else ""
+        ui.print_line(f"first difference at step {result.differing_step:,}{sources}")
+        ui.print_line(f"because {result.cause}")
+    if result.same and result.versions and not json:
+        ui.print_line(f"other versions, without effect: {', '.join(result.versions)}")
+    raise typer.Exit(0 if result.same else 1)
+
+
 # From steps to documents, and back
 
 

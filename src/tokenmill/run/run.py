@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
     from tokenmill.plan import Plan, Rows
     from tokenmill.plan.plan import TokenSchedule
+    from tokenmill.run.check import BatchCheck, BatchRecord
     from tokenmill.run.compare import Difference
     from tokenmill.run.evals import Evals
     from tokenmill.run.fork import Fork
@@ -597,6 +598,26 @@ class Run:
             raise ConfigError(f"diff: must be given a Run, got {other!r}; open its config with Run.from_toml first")
         configs = (self.config, other.config)
         return compare(self.plan(), other.plan(), configs=configs, limit_rows=limit_rows, progress=progress)
+
+    def record_batches(
+        self,
+        path: str | os.PathLike[str],
+        first_step: int = 0,
+        end_step: int | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> BatchRecord:
+        """Write digests of the steps from `first_step` to `end_step`, exclusive; 1,000 steps by default."""
+        from tokenmill.run.check import record_batches
+
+        return record_batches(self, path, first_step, end_step, progress)
+
+    def check_batches(
+        self, path: str | os.PathLike[str], progress: Callable[[int, int], None] | None = None
+    ) -> BatchCheck:
+        """Compute the batches of a record again, and return the first step that differs, with its cause."""
+        from tokenmill.run.check import check_batches, read_record
+
+        return check_batches(self, read_record(path), progress)
 
     def fork(
         self,
