@@ -30,14 +30,15 @@ def test_the_first_difference_its_cause_and_the_rows_are_told(tokenmill, run_tom
     other = edited(("books = 0.5", "books = 0.75"), ('name = "late"', 'name = "late"\nlr_scale = 0.5'))
     done = tokenmill("diff", run_toml, other)
     assert (done.code, done.err) == (1, "")
-    assert done.lines[:4] == [
+    assert done.lines[:5] == [
         "first difference at step 6 of 10 (stage 'late')",
-        "because stages[1].weights.books 0.5 -> 0.75",
-        "changes that change no batch:",
+        "first difference of the plans: stages[1].weights.books 0.5 -> 0.75",
+        "changed keys:",
+        "  stages[1].weights.books 0.5 -> 0.75",
         "  stages[1].lr_scale (absent) -> 0.5",
     ]
-    assert re.fullmatch(r"\d+ of 16 rows differ after it \(\d+\.\d%\)", done.lines[4])
-    assert len(done.lines) == 5
+    assert re.fullmatch(r"\d+ of 16 rows differ after it \(\d+\.\d%\)", done.lines[5])
+    assert len(done.lines) == 6
 
 
 def test_other_changes_follow_and_the_figures_agree_with_json(tokenmill, run_toml, edited):
@@ -47,18 +48,19 @@ def test_other_changes_follow_and_the_figures_agree_with_json(tokenmill, run_tom
     done = tokenmill("diff", run_toml, other)
     assert done.lines[:7] == [
         "first difference at step 3 of 10 (stage 'base')",
-        "because skip[0].steps (absent) -> '3:5'",
-        "other changes:",
+        "first difference of the plans: stages[1].skipped (absent) -> True",
+        "changed keys:",
+        "  skip[0].steps (absent) -> '3:5'",
         "  quarantine[0].source (absent) -> 'books'",
         "  quarantine[0].from_step (absent) -> 8",
-        "changes that change no batch:",
         "  skip[0].reason (absent) -> 'spike'",
     ]
     shown = tokenmill("diff", run_toml, other, "--json")
     assert shown.code == 1
     found = json.loads(shown.out)
     assert (found["first_step"], found["stage"], found["same"], found["complete"]) == (3, "base", False, True)
-    assert found["changes"][0] == {"path": "skip[0].steps", "old": None, "new": "3:5", "step": 3}
+    assert found["cause"] == {"path": "stages[1].skipped", "old": None, "new": True}
+    assert found["changes"][0] == {"path": "skip[0].steps", "old": None, "new": "3:5"}
     assert found["compared_rows"] == found["total_rows"] == 3 * 8 + 4 * 4
     assert 16 <= found["differing_rows"] <= 16 + 8
     assert done.lines[7].startswith(f"{found['differing_rows']} of 40 rows differ after it (")
@@ -70,7 +72,7 @@ def test_the_same_batches_are_exit_code_0(tokenmill, run_toml, edited):
     assert (done.code, done.err) == (0, "")
     assert done.lines == [
         "the same batches at all 10 steps",
-        "changes that change no batch:",
+        "changed keys:",
         "  stages[1].name 'late' -> 'cool'",
     ]
     assert tokenmill("diff", run_toml, run_toml).lines == ["the same batches at all 10 steps"]
@@ -94,10 +96,13 @@ def test_beyond_the_rows_that_are_compared_nothing_is_claimed(tokenmill, run_tom
     assert (done.code, done.lines) == (
         1,
         [
-            "no difference within the first 2 steps after step 0, where the configs begin to differ in "
-            "quarantine[0].source (absent) -> 'web', quarantine[0].from_step (absent) -> 0, "
-            "quarantine[0].documents (absent) -> [59]",
+            "no difference within the first 2 steps after step 0, where the plans begin to differ: "
+            "stages[0].sources.web.quarantined (absent) -> '1:f443330c25d60ac9ec111fbb48cc882f'",
             "raise --rows to compare more",
+            "changed keys:",
+            "  quarantine[0].source (absent) -> 'web'",
+            "  quarantine[0].from_step (absent) -> 0",
+            "  quarantine[0].documents (absent) -> [59]",
         ],
     )
 
@@ -112,7 +117,7 @@ def test_a_foreign_config_is_compared_by_its_native_keys(tokenmill, folder):
     assert done.code == 1
     assert done.lines[:2] == [
         "first difference at step 0 of 9 (stage 'base')",
-        "because run.global_batch_size 8 -> 10",
+        "first difference of the plans: stages[0].global_batch_size 8 -> 10",
     ]
     assert done.err.count("taken as a KempnerForge config:") == 2
 

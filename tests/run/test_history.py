@@ -61,9 +61,9 @@ def test_a_line_is_added_when_the_plan_changes_and_only_then(load, folder):
     old, new = read_history(folder, "run")
     assert (old.plan, old.before, old.first_step, old.changes, old.reasons) == (digits(first), None, None, (), ())
     assert (new.plan, new.before, new.first_step) == (digits(second), digits(first), 12)
-    assert [(change.path, change.old, change.new, change.step) for change in new.changes] == [
-        ("skip[0].steps", None, "12:14", 12),
-        ("skip[0].reason", None, "loss spike", None),
+    assert [(change.path, change.old, change.new) for change in new.changes] == [
+        ("skip[0].steps", None, "12:14"),
+        ("skip[0].reason", None, "loss spike"),
     ]
     assert new.reasons == ("skip 12:14 (loss spike)",)
     assert str(new).endswith(f" plan {digits(second)[:8]}… from step 12: skip 12:14 (loss spike)")
@@ -82,8 +82,8 @@ def test_every_edit_is_told_with_its_reason(load, folder):
         "is the first on record",
         "from step 12: skip 12:14 (loss spike)",
         "from step 15: quarantine documents 3, 4 of web from step 15 (spam), quarantine all of books from step 18",
-        "from step 12: skip[0].steps '12:14' -> (absent), quarantine[0].source 'web' -> (absent), "
-        "quarantine[0].from_step 15 -> (absent), and 6 more",
+        "from step 12: stages[1].weights.books 0.5 -> 0.6, skip[0].steps '12:14' -> (absent), "
+        "quarantine[0].source 'web' -> (absent), and 6 more",
     ]
 
 
@@ -149,7 +149,7 @@ def test_a_line_of_an_earlier_version_is_read(load, folder):
     plan = digits(load(BASE))
     file = folder / ".tokenmill" / "history" / "run.jsonl"
     line = {"time": "2026-11-01T08:00:00Z", "plan": "77" * 8, "before": None, "first_step": None}
-    change = {"path": "quarantine[0].documents", "old": None, "new": [3, 4], "step": 5}
+    change = {"path": "quarantine[0].documents", "old": None, "new": [3, 4]}
     edit = {"changes": [change], "reasons": ["quarantine documents 3, 4 of web from step 5"]}
     later = {"time": "2026-11-02T08:00:00Z", "plan": plan, "before": "77" * 8, "first_step": 5}
     old = [line | {"changes": [], "reasons": []}, later | edit]

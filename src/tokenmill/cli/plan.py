@@ -130,8 +130,8 @@ def diff(
 ) -> None:
     """Find the first step at which two runs differ.
 
-    Prints the change that causes it and the number of rows that differ. The exit code is 0 if all batches are the
-    same, 1 if not, and 2 after an error. Reads no token.
+    Prints the first difference of the plans, the changed keys and the number of rows that differ. The exit code is
+    0 if all batches are the same, 1 if not, and 2 after an error. Reads no token.
     """
     left, right = (ui.open_run(path, world_size) for path in (old, new))
     with ui.progress() as tell:
@@ -145,25 +145,21 @@ def diff(
 
 
 def _sentences(difference: Difference) -> Iterator[str]:
-    deciding = [str(change) for change in difference.changes if change.step is not None]
-    idle = [str(change) for change in difference.changes if change.step is None]
     if difference.first_step is not None:
         stage = f"stage {difference.stage!r}"
         yield f"first difference at step {difference.first_step:,} of {difference.steps:,} ({stage})"
-        yield f"because {deciding[0]}"
-        if deciding[1:]:
-            yield from ("other changes:", *(f"  {change}" for change in deciding[1:]))
+        yield f"first difference of the plans: {difference.cause}"
     elif difference.same:
         yield f"the same batches at all {difference.steps:,} steps"
     else:
         assert difference.begins is not None  # or all would be the same
         yield (
             f"no difference within the first {difference.end_step - difference.begins:,} steps after step "
-            f"{difference.begins:,}, where the configs begin to differ in {', '.join(deciding)}"
+            f"{difference.begins:,}, where the plans begin to differ: {difference.cause}"
         )
         yield "raise --rows to compare more"
-    if idle:
-        yield from ("changes that change no batch:", *(f"  {change}" for change in idle))
+    if difference.changes:
+        yield from ("changed keys:", *(f"  {change}" for change in difference.changes))
     if difference.first_step is not None:
         differing, compared = difference.differing, difference.compared
         share = f"{differing / compared:.1%}"

@@ -1,8 +1,8 @@
-"""Two plans side by side: the first step at which their batches differ, why, and how many rows do.
+"""Comparison of two plans: the first step whose batches differ, the first differing path, and the number of rows.
 
-Descriptions say from which step on batches may differ. From there they are computed, block by block, and compared
-by what they hold, as another description may well give the same rows. A row is the same if it delivers the same:
-rows of one index are compared by number, others by their spans.
+The descriptions of the plans give the first step at which batches may differ. From there on rows are computed,
+block by block, because plans with different descriptions may have the same rows. Rows of one index are compared by
+number, others by their spans. Rows with different spans count as different, even if they deliver the same arrays.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tokenmill.config.run import Config
 from tokenmill.packing.records import RecordRows
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.stages import CountedRows, Stage, rows_at
-from tokenmill.run.history import Change, PlanRecord, begins, changes
+from tokenmill.run.history import Change, PlanRecord, begins, cause, changes
 from tokenmill.run.run import LIMIT_ROWS
 from tokenmill.tables import as_json
-from tokenmill.types import BoolArray, Int64Array, Spans, counted_from
+from tokenmill.types import BoolArray, Int64Array, counted_from
 
 _BLOCK_ROWS = 1 << 16
 """Rows that are computed together."""
@@ -40,8 +40,10 @@ class Difference:
     """Name of its stage, as the second run has it, or else the first."""
     begins: int | None
     """Step from which on batches may differ, as the descriptions say; None if all are the same."""
+    cause: Change | None
+    """First difference of the descriptions of the plans; None if they are the same."""
     changes: tuple[Change, ...]
-    """What differs between the configs: first what makes the first difference, last what changes no batch."""
+    """Keys that differ between the configs, in the order of the config."""
     differing: int
     """How many rows differ."""
     compared: int
@@ -70,6 +72,7 @@ class Difference:
             "first_step": self.first_step,
             "stage": self.stage,
             "begins": self.begins,
+            "cause": as_json(self.cause),
             "changes": as_json(self.changes),
             "differing_rows": self.differing,
             "compared_rows": self.compared,
@@ -104,14 +107,12 @@ def compare(
         total = sum((run.end - run.first) * run.rows for run in _runs(old, new, end))
         for block in _blocks(old, new, end, limit_rows, progress):
             differing, compared, end = differing + block.total_differing, compared + block.num_rows, block.end
-    changed = changes(left, right, first)
-    if first is None and compared == total:
-        changed = [change.inert() for change in changed]
     return Difference(
         first_step=first,
         stage=None if first is None else (new if first < new.steps else old).at(first).stage,
         begins=start,
-        changes=tuple(changed),
+        cause=cause(left, right),
+        changes=tuple(changes(left, right)),
         differing=differing,
         compared=compared,
         total=total,
@@ -232,78 +233,33 @@ def _same_rows(
     *,
     same_contract: bool,
 ) -> BoolArray:
-    """Return which rows deliver the same; of rows of live text that is not known behind a difference: none."""
-    if old is None or new is None:
-        return np.zeros(old_rows.size, np.bool_)
-    if same_contract and dict(old.description) == dict(new.description):
+    """Return which rows are the same: those with the same spans, delivered in the same way.
+
+    Live rows after a difference are reported as different.
+    """
+    nothing = np.zeros(old_rows.size, np.bool_)
+    if old is None or new is None or not same_contract:
+        return nothing
+    if dict(old.description) == dict(new.description):
         same: BoolArray = old_rows == new_rows
         return same
-    if old.description["store"] != new.description["store"] or old.seq_len != new.seq_len:
-        return np.zeros(old_rows.size, np.bool_)
-    if old.description["packing"] == "records":  # and the others are, too, as they are of the same store
+    ways = [
+        (rows.description["store"], rows.seq_len, rows.cross_document_labels, rows.segment_multiple)
+        for rows in (old, new)
+    ]
+    if ways[0] != ways[1]:
+        return nothing
+    if old.description["packing"] == "records":  # and so do the others, because they are of the same store
         return _same_records(cast("RecordRows", old), old_rows, cast("RecordRows", new), new_rows)
-    crossing = [index.cross_document_labels for index in (old, new)]
-    left = _delivered(old.spans(old_rows), old.seq_len, crossing=crossing[0])
-    right = _delivered(new.spans(new_rows), new.seq_len, crossing=crossing[1])
-    same = _same_spans(left, right)
-    if crossing[0] != crossing[1]:
-        same &= left.segments < 2
-    if not same_contract:
-        # Positions that run through the row are those of its documents where it holds but one, and no padding.
-        same &= left.first_segment >= old.seq_len
+    left, right = old.spans(old_rows), new.spans(new_rows)
+    same = left.count == right.count
+    both = np.flatnonzero(same)
+    left_order, right_order = (counted_from(spans.first[both], spans.count[both]) for spans in (left, right))
+    differs = np.zeros(left_order.size, np.bool_)
+    for name in ("document", "start", "length", "joined"):
+        differs |= getattr(left, name)[left_order] != getattr(right, name)[right_order]
+    same[np.repeat(both, left.count[both])[differs]] = False
     return same
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Delivered:
-    """What rows deliver of their spans, end to end."""
-
-    row: Int64Array
-    """Which of the rows each span belongs to."""
-    spans: Int64Array
-    """Document, start and length of each."""
-    count: Int64Array
-    """Spans of each row."""
-    segments: Int64Array
-    """Segments of each row."""
-    first_segment: Int64Array
-    """Tokens of the first segment of each row."""
-
-
-def _delivered(spans: Spans, seq_len: int, *, crossing: bool) -> _Delivered:
-    """Return what rows deliver: all, but for a last token that is neither an input nor a label."""
-    number = spans.count.size
-    ends = np.cumsum(spans.count)
-    row, order = np.repeat(np.arange(number), spans.count), counted_from(spans.first, spans.count)
-    joined = spans.joined[order]
-    length = spans.length[order]
-    behind = np.concatenate([[0], np.cumsum(length)])
-    column = behind[:-1] - np.repeat(behind[ends - spans.count], spans.count)
-    # A document that begins behind the last input is not to be predicted, unless labels cross documents.
-    seen = (column < seq_len) | joined | crossing
-    opened = np.concatenate([[0], np.cumsum(~joined)])
-    segment = opened[1:] - np.repeat(opened[ends - spans.count], spans.count)
-    opening = (segment == 1) & seen
-    document, start, whole = spans.document[order], spans.start[order], length.copy()
-    # What goes on right behind its own BOS is one span with it.
-    goes_on = joined & (start == 1)
-    whole[np.flatnonzero(goes_on) - 1] += length[goes_on]
-    kept = seen & ~goes_on
-    return _Delivered(
-        row=row[kept],
-        spans=np.stack([document, start, whole])[:, kept],
-        count=np.bincount(row[kept], minlength=number),
-        segments=np.bincount(row[seen & ~joined], minlength=number),
-        first_segment=np.bincount(row[opening], length[opening], minlength=number).astype(np.int64),
-    )
-
-
-def _same_spans(old: _Delivered, new: _Delivered) -> BoolArray:
-    same = old.count == new.count
-    left, right = same[old.row], same[new.row]
-    other = (old.spans[:, left] != new.spans[:, right]).any(axis=0)
-    equal: BoolArray = same & (np.bincount(old.row[left][other], minlength=same.size) == 0)
-    return equal
 
 
 def _same_records(old: RecordRows, old_rows: Int64Array, new: RecordRows, new_rows: Int64Array) -> BoolArray:

@@ -18,7 +18,7 @@ from tokenmill.config.schedule import MAIN_STAGE, ResolvedStage
 from tokenmill.config.spelling import respell
 from tokenmill.errors import ConfigError, PlanError, TokenmillError, writing
 from tokenmill.loader import Loader, RankSlice
-from tokenmill.run.history import PLAN_DIGITS, Origin, PlanRecord, begins, record, table_of, tables_of
+from tokenmill.run.history import PLAN_DIGITS, ForkPoint, PlanRecord, begins, record, table_of, tables_of
 from tokenmill.run.run import Run
 from tokenmill.store.files import sync_folder
 from tokenmill.tables import is_address
@@ -67,7 +67,7 @@ def fork(
         state.unlink()
         raise
     config = f"{_prefix(run.folder, file.parent)}{run.name}.toml"
-    origin = Origin(config=config, plan=plan.fingerprint[:PLAN_DIGITS], step=at)
+    origin = ForkPoint(config=config, plan=plan.fingerprint[:PLAN_DIGITS], step=at)
     record(new.folder, new.name, new.plan(), new.config, origin=(origin, PlanRecord.of(plan, run.config)))
     return Fork(
         config=file,

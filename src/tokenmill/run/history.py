@@ -1,27 +1,29 @@
-"""The history of a run: which plan followed which, from which step on, by which keys of the config, and why.
+"""History of a run: its plans in order, the first step of each change, the changed keys, and the reasons.
 
-`changes` says how two configs differ and from which step on that matters. A line of JSON is kept for each plan that
-a run was loaded with, in `.tokenmill/history/<name of the config>.jsonl`, beside the plans in `.tokenmill/plans/`.
-It is for people: nothing else depends on it, and a folder that cannot be written to costs only the history.
+A line of JSON is kept for each plan that a run was loaded with, in `.tokenmill/history/<name of the config>.jsonl`,
+next to the plans in `.tokenmill/plans/`. It is for people: nothing else depends on it. If the folder is not
+writable, only the history is missing.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from datetime import UTC, datetime
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
 
-from tokenmill.config.run import LISTS, Config, RunConfig
-from tokenmill.config.schedule import MAIN_STAGE, QuarantineConfig, StageConfig
+from tokenmill.config.run import LISTS, Config
+from tokenmill.config.schedule import MAIN_STAGE, QuarantineConfig
 from tokenmill.config.spelling import respell
 from tokenmill.errors import ConfigError
-from tokenmill.fingerprint import first_difference
+from tokenmill.fingerprint import canonical, first_difference
 from tokenmill.plan.plan import Plan
 from tokenmill.tables import as_json, read_json
 
@@ -63,15 +65,15 @@ class PlanRecord:
         return cls(**described | {"stages": tuple(described["stages"])}, config=tables_of(config))
 
     @property
-    def description(self) -> dict[str, Any]:
-        """What decides its batches, as `Plan.describe` gives it."""
-        return {"version": self.version, "contract": dict(self.contract), "stages": list(self.stages)}
-
-    @property
     def steps(self) -> int | None:
         """Number of its steps, if known."""
         steps = self.config.get("run", {}).get("steps")
         return steps if isinstance(steps, int) else None
+
+    def stage_at(self, step: int) -> tuple[int, dict[str, Any]]:
+        """Return the description of the stage that runs at a step, and its index."""
+        number = bisect_right(self.stages, step, key=lambda stage: int(stage["start_step"])) - 1
+        return number, dict(self.stages[number])
 
     def before(self, step: int) -> PlanRecord:
         """Return it without the stages that begin at a step or after it."""
@@ -103,40 +105,25 @@ def _plain(value: Any) -> Any:  # noqa: ANN401 - a value of a config
     return table_of(value) if is_dataclass(value) else as_json(value)
 
 
-# What differs between two configs, and from which step on it matters
+# Differences of two plans, and of the configs that they were compiled from
 
 _INERT = frozenset(("name", "lr_scale", "reason", "arrays"))
-"""Keys that decide no batch."""
-_INHERITED = {item.name for item in fields(RunConfig)} & {item.name for item in fields(StageConfig)}
-"""Keys of [run] that a stage may set for itself."""
-_SAME_TABLE: Mapping[str, Sequence[tuple[str, ...]]] = {
-    "sources": (("name",), ("store", "documents")),
-    "stages": (("name", "start_step"), ("name",), ("start_step",)),
-    "skip": (("steps", "reason"), ("steps",), ()),
-    "quarantine": (("source", "from_step", "documents", "file"), ("source", "from_step"), ("source",), ()),
-    "evals": (("name",), ("store", "source", "documents")),
-}
-"""Lists of tables -> by which keys the tables of two configs are taken for the same one, the surest first."""
+"""Keys that decide no batch; they are listed last."""
+_NO_START = {"start_step": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A key of the config that has another value."""
+    """A key with another value, in a config or in the description of a plan."""
 
     path: str
-    """`stages[1].weights.web`; numbers are those of the new config, or of the old one for what is gone."""
+    """Such as `stages[1].weights.web`. Numbers count in the new config, or in the old one for a removed table."""
     old: Value | None
-    """None where it was not said."""
+    """Old value; None if the key was absent."""
     new: Value | None
-    step: int | None
-    """First step whose batch it can change; None if it changes no batch."""
 
     def __str__(self) -> str:
         return f"{self.path} {shown(self.old)} -> {shown(self.new)}"
-
-    def inert(self) -> Change:
-        """Return it marked as one that changes no batch."""
-        return replace(self, step=None)
 
 
 def shown(value: Value | None) -> str:
@@ -154,7 +141,7 @@ def shown(value: Value | None) -> str:
 
 
 def begins(old: PlanRecord, new: PlanRecord) -> int | None:
-    """Return the first step at which batches may differ, going by descriptions; None where all are the same."""
+    """Return the first step at which the descriptions of two plans differ; None if all batches are the same."""
     steps = {record.steps for record in (old, new)} - {None}
     end = min(step for step in steps if step is not None) if len(steps) > 1 else None
     return min((step for step in (_first_other_stage(old, new), end) if step is not None), default=None)
@@ -164,240 +151,105 @@ def _first_other_stage(old: PlanRecord, new: PlanRecord) -> int | None:
     """Return the first step of the first stage in which two plans differ."""
     if (old.version, old.contract) != (new.version, new.contract):
         return 0
-    for number in range(max(len(old.stages), len(new.stages))):
-        stages = [record.stages[number] for record in (old, new) if number < len(record.stages)]
-        if len(stages) < 2 or stages[0] != stages[1]:
-            return min(int(stage["start_step"]) for stage in stages)
+    for stages in zip_longest(old.stages, new.stages):
+        if stages[0] != stages[1]:
+            return min(int(stage["start_step"]) for stage in stages if stage is not None)
     return None
 
 
-def changes(old: PlanRecord, new: PlanRecord, first_step: int | None = None) -> list[Change]:
-    """Return what differs: first what makes the first difference, then the rest, last what changes no batch.
-
-    `first_step` is the first step at which batches are known to differ; where it is not given, that at which the
-    descriptions do.
-    """
-    first = begins(old, new) if first_step is None else first_step
-    changed = _changed_keys(old, new) if old.config and new.config else []
-    changed += _hidden_changes(old, new, changed)
-    if first is None:
-        return [change.inert() for change in changed]
-
-    def rank(change: Change) -> tuple[bool, bool, int, bool]:
-        # The nearest cause before the first difference; what begins later cannot have made it. What a stage changes
-        # explains more than that it begins.
-        if change.step is None:
-            return True, True, 0, False
-        new_stage = change.path.endswith(".start_step") and None in (change.old, change.new)
-        return False, change.step > first, abs(first - change.step), new_stage
-
-    return sorted(changed, key=rank)
+def cause(old: PlanRecord, new: PlanRecord) -> Change | None:
+    """Return the first difference of the stages that run at the first step at which two plans differ."""
+    step = begins(old, new)
+    if step is None:
+        return None
+    if (old.version, old.contract) != (new.version, new.contract):
+        before, after = ({"version": side.version, "contract": dict(side.contract)} for side in (old, new))
+        place = first_difference(before, after)
+    elif step != _first_other_stage(old, new):
+        return Change(path="run.steps", old=old.steps, new=new.steps)
+    else:
+        (_, before), (number, after) = (side.stage_at(step) for side in (old, new))
+        path = f"stages[{number}]"
+        place = first_difference(before | _NO_START, after | _NO_START, path) or first_difference(
+            before, after, path
+        )
+    assert place is not None  # or `begins` would be None
+    old_value, new_value = (None if side == "(absent)" else _tupled(side) for side in place[1:])
+    return Change(path=place[0], old=old_value, new=new_value)
 
 
-def _changed_keys(old: PlanRecord, new: PlanRecord) -> list[Change]:
-    """Return the keys that differ, in the order of the config."""
-    left, right = _with_stages(old.config), _with_stages(new.config)
-    changed = _leaves("run", left["run"], right["run"], lambda key: _run_step(key, left, right))
-    for name, keys in _SAME_TABLE.items():
-        for number, before, after in _pairs(left.get(name, []), right.get(name, []), keys):
-            sides = [side for side in (before, after) if side]
+def changes(old: PlanRecord, new: PlanRecord) -> list[Change]:
+    """Return the keys that differ between two configs, in the order of the config."""
+    if not (old.config and new.config):
+        return []
+    left, right = ({**side.config, "stages": side.config.get("stages") or [MAIN_STAGE]} for side in (old, new))
+    changed = _leaves("run", left["run"], right["run"])
+    for name in LISTS:
+        for number, before, after in _pairs(left.get(name, []), right.get(name, [])):
+            changed += _leaves(f"{name}[{number}]", before, after)
+    return sorted(changed, key=lambda change: change.path.rpartition(".")[2] in _INERT)
 
-            def step(key: str, name: str = name, sides: Sequence[Tables] = sides) -> int | None:
-                return _step(name, key, sides, (old, new))
 
-            changed += _leaves(f"{name}[{number}]", before, after, step)
+def _leaves(path: str, old: Tables, new: Tables) -> list[Change]:
+    """Return the keys of a table, and of the tables in it, that differ."""
+    changed: list[Change] = []
+    for key in dict.fromkeys((*new, *old)):
+        before, after = old.get(key), new.get(key)
+        if before == after:
+            continue
+        if all(value is None or isinstance(value, Mapping) for value in (before, after)):
+            changed += _leaves(f"{path}.{key}", before or {}, after or {})
+        else:
+            changed.append(Change(path=f"{path}.{key}", old=_tupled(before), new=_tupled(after)))
     return changed
 
 
-def _with_stages(tables: Tables) -> dict[str, Any]:
-    """Return tables with the one stage that a run without any has."""
-    return {**tables, "stages": tables.get("stages") or [MAIN_STAGE]}
+def _tupled(value: Any) -> Value | None:  # noqa: ANN401 - a JSON value
+    if isinstance(value, list):
+        return tuple(item if isinstance(item, str | int) else str(item) for item in value)
+    return "(present)" if isinstance(value, Mapping) else value
 
 
-def _leaves(path: str, old: Tables, new: Tables, step: Callable[[str], int | None]) -> list[Change]:
-    """Return the keys of a table, and of the tables in it, that differ."""
-    pairs = []
-    for key in dict.fromkeys((*new, *old)):
-        before, after = old.get(key), new.get(key)
-        if all(value is None or isinstance(value, Mapping) for value in (before, after)) and (before or after):
-            before, after = before or {}, after or {}
-            names = dict.fromkeys((*after, *before))
-            pairs += [(key, f"{path}.{key}.{name}", before.get(name), after.get(name)) for name in names]
-        else:
-            pairs.append((key, f"{path}.{key}", before, after))
-    return [
-        Change(path=place, old=_tupled(before), new=_tupled(after), step=step(key))
-        for key, place, before, after in pairs
-        if before != after
-    ]
+def _pairs(old: Sequence[Tables], new: Sequence[Tables]) -> list[tuple[int, Tables, Tables]]:
+    """Pair tables of two lists: (index in the new list, or in the old one for a removed table; old; new).
 
+    Tables pair by name, those without a name by content, and the rest in order.
+    """
 
-def _tupled(value: Any) -> Value | None:  # noqa: ANN401 - a value of a config
-    return tuple(value) if isinstance(value, list) else value
+    def identity(table: Tables) -> bytes:
+        return canonical(table.get("name", table))
 
-
-def _pairs(
-    old: Sequence[Tables], new: Sequence[Tables], keys: Sequence[tuple[str, ...]]
-) -> list[tuple[int, Tables, Tables]]:
-    """Pair the tables of two lists that are the same one: (number in the new list or the old one, old, new)."""
-    left, right = dict(enumerate(old)), dict(enumerate(new))
+    left = {identity(table): (number, table) for number, table in enumerate(old)}
     pairs: list[tuple[int, Tables, Tables]] = []
-    for key in keys:
-        for number, table in list(right.items()):
-            same = [i for i, other in left.items() if all(other.get(name) == table.get(name) for name in key)]
-            if same:
-                pairs.append((number, left.pop(same[0]), right.pop(number)))
-    pairs += [(number, {}, table) for number, table in right.items()]
-    pairs += [(number, table, {}) for number, table in left.items()]
+    rest: list[tuple[int, Tables]] = []
+    for number, table in enumerate(new):
+        _, same = left.pop(identity(table), (0, None))
+        if same is None:
+            rest.append((number, table))
+        else:
+            pairs.append((number, same, table))
+    for before, after in zip_longest(left.values(), rest):
+        number = (after or before)[0]
+        pairs.append((number, before[1] if before else {}, after[1] if after else {}))
     return sorted(pairs, key=lambda pair: pair[0])
 
 
-def _run_step(key: str, old: Tables, new: Tables) -> int | None:
-    """Return the first step that a key of [run] can change."""
-    if key in _INERT:
-        return None
-    if key == "steps":
-        return min(int(side["run"]["steps"]) for side in (old, new))
-    stages = [(stage, side["run"]) for side in (old, new) for stage in side["stages"]]
-    if key in _INHERITED:
-        stages = [(stage, run) for stage, run in stages if key not in stage]
-    elif key in ("block_rows", "window_blocks"):
-        blocks = ("block", "window")
-        stages = [(stage, run) for stage, run in stages if stage.get("shuffle", run.get("shuffle")) in blocks]
-    else:
-        return 0
-    return min((int(stage["start_step"]) for stage, _ in stages), default=None)
-
-
-def _step(name: str, key: str, sides: Sequence[Tables], runs: tuple[PlanRecord, PlanRecord]) -> int | None:
-    """Return the first step that a key of a table in a list can change."""
-    if name == "sources":
-        return _source_step(key, sides, runs)
-    if key in _INERT:
-        return None
-    if name == "stages":
-        return _stage_step(key, sides, runs)
-    if name == "quarantine":
-        return min(int(side["from_step"]) for side in sides)
-    if name == "evals":  # what they hold out of a source no step has
-        return 0 if key in ("source", "documents", "file", "sources") and any(map(_holds_out, sides)) else None
-    ranges = [[int(edge) for edge in side["steps"].split(":")] for side in sides]
-    firsts, lasts = {edges[0] for edges in ranges}, {edges[1] for edges in ranges}
-    # Where only the end is moved, the steps until the nearer end stay as they were.
-    return min(firsts) if len(sides) < 2 or len(firsts) > 1 else min(lasts)
-
-
-def _holds_out(table: Tables) -> bool:
-    return any("source" in part for part in (table, *table.get("sources", ())))
-
-
-def _stage_step(key: str, sides: Sequence[Tables], runs: tuple[PlanRecord, PlanRecord]) -> int | None:
-    """Return the first step that a key of a stage can change.
-
-    A stage that is new, or gone, changes what it does not share with the one that runs there in the other config.
-    """
-    step = min(int(side["start_step"]) for side in sides)
-    if len(sides) > 1:
-        return step
-    (_, own), (begin, other) = sorted((_running(run.config, step) for run in runs), key=lambda run: run[0] != step)
-    if begin == step:
-        return step
-    same = own == other if key == "start_step" else own.get(key) == other.get(key)
-    return None if same else step
-
-
-def _running(tables: Tables, step: int) -> tuple[int, dict[str, Any]]:
-    """Return the stage that runs at a step: where it begins, and its values, its own or those of [run]."""
-    tables = _with_stages(tables)
-    stage = max(
-        (stage for stage in tables["stages"] if stage["start_step"] <= step),
-        key=lambda stage: int(stage["start_step"]),
-        default=tables["stages"][0],
-    )
-    begin = int(stage["start_step"])
-    values = {key: value for key, value in tables["run"].items() if key in _INHERITED}
-    values |= {key: value for key, value in stage.items() if key not in _INERT and key != "start_step"}
-    if begin < step:
-        # It began with these; a ramp that goes on would be cut.
-        values.pop("on_change", None)
-        if step >= begin + int(stage.get("ramp_steps", 0)):
-            values = {key: value for key, value in values.items() if not key.startswith("ramp")}
-    return begin, values
-
-
-def _source_step(key: str, sides: Sequence[Tables], runs: tuple[PlanRecord, PlanRecord]) -> int | None:
-    """Return the first step that a key of a source can change; None if its tokens are the same in spite of it."""
-    if key in ("max_epochs", "on_exhausted"):
-        stops = any(side.get("on_exhausted") == "stop" for side in sides)
-        return begins(*runs) if stops else None
-    uses = [_uses(run, {str(side["name"]) for side in sides}) for run in runs]
-    # What stands for the tokens: the store, or live text with what deals it out.
-    contents = [{str(rows.get("store", rows.get("live"))) for _, rows in side} for side in uses]
-    if key != "name" and contents[0] == contents[1]:
-        return None
-    return min((step for side in uses for step, _ in side), default=None)
-
-
-def _uses(run: PlanRecord, names: set[str]) -> list[tuple[int, Tables]]:
-    """Return the first step of the described stages that draw from a source of one of these names, and its rows."""
-    return [
-        (int(stage["start_step"]), stage["sources"][name])
-        for stage in run.stages
-        for name in sorted(names)
-        if name in stage["sources"]
-    ]
-
-
-def _hidden_changes(old: PlanRecord, new: PlanRecord, changed: Sequence[Change]) -> list[Change]:
-    """Return what differs though no key does: other tokens in a store, other numbers in a file.
-
-    Where nothing else is known, the first difference of the descriptions.
-    """
-    hidden = []
-    for number, source in enumerate(new.config.get("sources", [])):
-        uses = [_uses(run, {source["name"]}) for run in (old, new)]
-        stores = [str(side[0][1].get("store", side[0][1].get("files", ""))) if side else "" for side in uses]
-        known = any(change.path.startswith(f"sources[{number}].") and change.step is not None for change in changed)
-        if all(stores) and stores[0] != stores[1] and not known:
-            before, after = (f"content {store[:12]}" for store in stores)
-            key = "documents" if "documents" in source else "store"
-            step = min(side[0][0] for side in uses)
-            hidden.append(Change(path=f"sources[{number}].{key}", old=before, new=after, step=step))
-    edge = _first_other_stage(old, new)
-    if edge is None or any(change.step is not None and change.step <= edge for change in (*changed, *hidden)):
-        return hidden
-    place = first_difference(old.description, new.description)
-    assert place is not None  # there is an edge
-    path, *sides = place
-    for number, edit in enumerate(new.config.get("quarantine", [])):
-        if path.endswith(f".{edit['source']}.quarantined") and "file" in edit:
-            path = f"quarantine[{number}].file"
-    old_value, new_value = (
-        None if side == "(absent)" else side if isinstance(side, bool | int | float | str) else str(side)
-        for side in sides
-    )
-    return [*hidden, Change(path=path, old=old_value, new=new_value, step=edge)]
-
-
 def explain(old: PlanRecord, new: PlanRecord, step: int) -> str | None:
-    """Say what makes the first difference before a step: in the description, and by which key of the config."""
-    before, after = old.before(step), new.before(step)
-    place = first_difference(before.description, after.description)
+    """Return the first difference of two plans before a step, and the key of the config that changed, as text."""
+    place = cause(old.before(step), new.before(step))
     if place is None:
         return None
-    text = f"{place[0]} {place[1]!r} -> {place[2]!r}"
-    if not (old.config and new.config):
-        return text
-    deciding = [change for change in changes(before, after) if change.step is not None and change.step < step]
-    return f"{text} ({deciding[0]})" if deciding and str(deciding[0]) != text else text
+    keys = [str(change) for change in changes(old, new) if change.path.rpartition(".")[2] not in _INERT]
+    more = f", and {len(keys) - 1} more" if len(keys) > 1 else ""
+    return f"{place} ({keys[0]}{more})" if keys and keys[0] != str(place) else str(place)
 
 
 # The history
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """The run that another was forked from."""
+class ForkPoint:
+    """Run and step that a fork starts from."""
 
     config: str
     """Its file, from the folder of the fork."""
@@ -425,7 +277,7 @@ class Edit:
     changes: tuple[Change, ...] = ()
     reasons: tuple[str, ...] = ()
     """Skips and quarantines that are new, with their reasons: `skip 1200:1240 (loss spike)`."""
-    forked_from: Origin | None = None
+    forked_from: ForkPoint | None = None
 
     def __str__(self) -> str:
         head = f"{self.time[:10]} plan {self.plan[:8]}…"
@@ -436,7 +288,7 @@ class Edit:
             return f"{head} is the first on record"
         if self.first_step is not None:
             head += f"{', differs' if origin else ''} from step {self.first_step:,}"
-        # A skip or quarantine that is new is named by its reason, not again by its keys.
+        # A new skip or quarantine is named by its reason, not again by its keys.
         added = ("skip[", "quarantine[")
         rest = [change for change in self.changes if not (change.old is None and change.path.startswith(added))]
         causes = [*self.reasons, *(str(change) for change in rest[:_SHOWN_CHANGES])]
@@ -468,7 +320,7 @@ def _edits(folder: Path, name: str, *, newest_first: bool = False) -> Iterator[E
 
 
 def record(
-    folder: Path, name: str, plan: Plan, config: Config, *, origin: tuple[Origin, PlanRecord] | None = None
+    folder: Path, name: str, plan: Plan, config: Config, *, origin: tuple[ForkPoint, PlanRecord] | None = None
 ) -> None:
     """Keep a plan beside its config; note it in the history, if it is not the last one there.
 

@@ -618,8 +618,12 @@ def diff_page(view: DiffView) -> str:
             "All batches are the same." if difference["same"] else "No difference was found in what was compared."
         )
     else:
-        words = f"The first step that differs is {first:,}, in stage {difference['stage']}."
-    changes = [(c["path"], c["old"], c["new"], c["step"]) for c in difference["changes"]]
+        cause = difference["cause"]
+        words = (
+            f"The first step that differs is {first:,}, in stage {difference['stage']}. The plans differ first in "
+            f"{cause['path']}: {cause['old']} and {cause['new']}."
+        )
+    changes = [(c["path"], c["old"], c["new"]) for c in difference["changes"]]
     twins = (
         {left: f"there-{right}" for left, right in view.equal},
         {right: f"here-{left}" for left, right in view.equal},
@@ -642,7 +646,7 @@ def diff_page(view: DiffView) -> str:
             for words, way in (("← earlier", -1), ("later →", 1))
         )
         turn = f'<h2>Step {view.step:,}</h2><p class="turn">{before} {after}</p>'
-    why = Table(title="Why", columns=("where", "here", "there", "from step"), rows=changes)
+    why = Table(title="Changed keys", columns=("key", "here", "there"), rows=changes)
     counted = f"{difference['differing_rows']:,} of {difference['compared_rows']:,} rows that were compared differ"
     return (
         f"<h1>{text_of(view.names[0])} and {text_of(view.names[1])}</h1>{choice}<p>{text_of(words)} "
