@@ -9,6 +9,7 @@
     ├── StoreError(ValueError)         a store that cannot be used
     │   ├── StoreMissingError(FileNotFoundError)   nothing, or nothing finished, at that path
     │   ├── StoreExistsError(FileExistsError)      something finished is already there
+    │   ├── StoreBusyError(BlockingIOError)        another process writes to it now
     │   ├── StoreCorruptError                      its files are not what its manifest says
     │   │   └── StoreFileMissingError(StoreMissingError)   a file that its manifest lists does not exist
     │   └── StoreUnreachableError(ConnectionError) object storage did not answer in time
@@ -118,6 +119,10 @@ class StoreMissingError(StoreError, FileNotFoundError):
 
 class StoreExistsError(StoreError, FileExistsError):
     """A finished store stands where a new one was to be written."""
+
+
+class StoreBusyError(StoreError, BlockingIOError):
+    """Another process writes to the folder of a store now."""
 
 
 class StoreCorruptError(StoreError):

@@ -14,7 +14,7 @@ from tests.encode.conftest import trained_pieces
 
 from tokenmill.build import PrepareOptions, cached, prepare
 from tokenmill.build.cached import cached_store
-from tokenmill.errors import DocumentError, StoreExistsError
+from tokenmill.errors import DocumentError, StoreBusyError, StoreExistsError
 from tokenmill.store import open_store
 from tokenmill.store.lease import leased_folder
 
@@ -264,10 +264,10 @@ def test_a_build_that_never_ends_is_not_waited_for_for_ever(get, monkeypatch, ca
     store.mkdir()
     monkeypatch.setattr(cached, "MAX_WAIT_SECONDS", 0.2)
     caplog.set_level(logging.WARNING, "tokenmill")
-    with leased_folder(store), pytest.raises(StoreExistsError) as caught:
+    with leased_folder(store), pytest.raises(StoreBusyError) as caught:
         get()
     assert str(caught.value) == (
-        f"source 'web': another process must finish {store} within 0.2 s, got one still at work; "
+        f"source 'web': another process has been preparing {store} for more than 0.2 s; "
         "wait for it or stop it, and start again"
     )
     assert len(caplog.records) == 1

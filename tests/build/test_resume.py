@@ -14,7 +14,7 @@ from tests.build.corpus import files_of, lines_of, some_texts, texts_of, write_f
 
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build.unit import UnitWriter
-from tokenmill.errors import DocumentError, StoreCorruptError, StoreError, StoreExistsError
+from tokenmill.errors import DocumentError, StoreBusyError, StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import StoreSpec, StoreWriter, open_store, read_manifest, verify
 from tokenmill.store.lease import leased_folder
 
@@ -232,8 +232,8 @@ def test_a_second_build_is_refused_with_the_process_of_the_first(tmp_path):
     """[C1.c]"""
     corpus = write_file(tmp_path / "a.jsonl", TEXTS[:10])
     (tmp_path / "store").mkdir()
-    match = rf"only one build may write to it at a time, got another under way in process {os.getpid()}; wait"
-    with leased_folder(tmp_path / "store"), pytest.raises(StoreExistsError, match=match):
+    match = rf"another build writes to it: process {os.getpid()}; wait"
+    with leased_folder(tmp_path / "store"), pytest.raises(StoreBusyError, match=match):
         build(corpus, tmp_path / "store")
     build(corpus, tmp_path / "store")
 

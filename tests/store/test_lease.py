@@ -1,129 +1,208 @@
 """A lease has one holder at a time: on any number of machines, with processes killed, paused and late."""
 
+import errno
+import fcntl
 import os
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import msgspec
 import pytest
 
-from tokenmill.errors import StoreError, StoreExistsError
+from tokenmill.errors import StoreBusyError, StoreError
 from tokenmill.store import lease as lease_module
 from tokenmill.store.layout import LEASE
-from tokenmill.store.lease import Lease, LeaseWatch, has_ended, leased_folder, this_process
+from tokenmill.store.lease import Lease, find_holder, has_ended, leased_folder, this_machine, this_process
+
+START = """
+import sys, time
+from pathlib import Path
+from tokenmill.store.lease import Lease
+held = Lease(Path(sys.argv[1]))
+print(flush=True)
+time.sleep(60)
+"""
 
 
-def as_another_machine(folder, name=LEASE):
+@pytest.fixture
+def start():
+    """Return a function that starts a process which takes the lease of a folder and keeps it."""
+    started = []
+
+    def start(folder):
+        process = subprocess.Popen([sys.executable, "-c", START, folder], stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout.readline() == b"\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def no_locks(monkeypatch):
+    """Make the file system one without locks, such as an NFS mount without a lock daemon."""
+
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def as_another_machine(folder):
     """Make a lease look as if a process of another machine held it."""
-    file = folder / name
+    file = folder / LEASE
     record = msgspec.json.decode(file.read_bytes())
     file.write_bytes(msgspec.json.encode({**record, "process": "0000-12-34", "host": "node7", "number": 12}))
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """Leases are stale soon; those of this process are not touched, as if it were paused."""
-    monkeypatch.setattr(lease_module, "BEAT_SECONDS", 60)
-    monkeypatch.setattr(lease_module, "STALE_SECONDS", 0.5)
-
-
-def test_a_lease_is_had_by_one_and_leaves_nothing_behind(tmp_path):
+def test_a_lease_has_one_holder_and_leaves_no_file(tmp_path):
     with leased_folder(tmp_path) as held:
         held.check()
-        with pytest.raises(
-            StoreExistsError, match=rf"one build .* at a time, got another .*process {os.getpid()};"
-        ):
+        assert find_holder(tmp_path)[1]
+        with pytest.raises(StoreBusyError, match=rf"another build writes to it: process {os.getpid()}; wait for"):
             Lease(tmp_path)
+        held.check()
     assert list(tmp_path.iterdir()) == []
+    assert find_holder(tmp_path) == (None, False)
     Lease(tmp_path).release()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_lease_of_a_killed_process_of_this_machine_is_taken_over_at_once(tmp_path):
-    script = "import sys, time; from pathlib import Path; from tokenmill.store.lease import Lease\n"
-    script += "held = Lease(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
+def test_the_lease_of_a_killed_process_is_free_at_once(tmp_path, start):
+    """[C1.d] Also of one that ran on another machine: the lock ended with it."""
     for _ in range(3):
-        with subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE) as process:
-            process.stdout.readline()
-            with pytest.raises(StoreExistsError, match=f"process {process.pid};"):
-                Lease(tmp_path)
-            process.kill()
+        process = start(tmp_path)
+        with pytest.raises(StoreBusyError, match=f"process {process.pid};"):
+            Lease(tmp_path)
+        process.kill()
+        process.wait()
+        holder, is_held = find_holder(tmp_path)
+        assert (holder.number, is_held) == (process.pid, False)
+    as_another_machine(tmp_path)
     begin = time.monotonic()
     with leased_folder(tmp_path):
         assert time.monotonic() - begin < 1
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_paused_process_of_this_machine_keeps_its_lease(tmp_path):
-    script = "import sys, time; from pathlib import Path; from tokenmill.store.lease import Lease\n"
-    script += "held = Lease(Path(sys.argv[1])); print(flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(2 * lease_module.STALE_SECONDS)
-        with pytest.raises(StoreExistsError):
-            Lease(tmp_path)
-        process.kill()
-
-
-@pytest.mark.usefixtures("quick")
-def test_a_lease_of_another_machine_is_refused_when_it_is_touched_and_taken_over_when_it_is_not(tmp_path):
-    zombie = Lease(tmp_path)
-    as_another_machine(tmp_path)
-    touching = threading.Event()
-
-    def touch():
-        while not touching.wait(0.05):
-            os.utime(tmp_path / LEASE)
-
-    thread = threading.Thread(target=touch)
-    thread.start()
-    with pytest.raises(StoreExistsError, match="in process 12 on node7; wait for it"):
+def test_a_paused_process_keeps_its_lease(tmp_path, start):
+    process = start(tmp_path)
+    process.send_signal(signal.SIGSTOP)
+    with pytest.raises(StoreBusyError):
         Lease(tmp_path)
-    touching.set()
-    thread.join()
-    begin = time.monotonic()
-    heir = Lease(tmp_path)
-    assert time.monotonic() - begin > lease_module.STALE_SECONDS
-    heir.check()
-    with pytest.raises(StoreError, match=r"must keep its lease, got it taken over .*; let that one finish"):
-        zombie.check()
-    zombie.release()  # which must not take the lease from its heir
-    heir.check()
-    with pytest.raises(StoreExistsError, match=f"process {os.getpid()};"):
-        Lease(tmp_path)
-    heir.release()
+    assert find_holder(tmp_path)[1]
+
+
+def test_a_forked_process_neither_keeps_nor_releases_the_lease(tmp_path):
+    lease = Lease(tmp_path)
+    ready, child_ready = os.pipe()
+    done, child_done = os.pipe()
+    child = os.fork()
+    if child == 0:
+        lease.release()
+        os.write(child_ready, b".")
+        os.read(done, 1)
+        os._exit(0)
+    os.read(ready, 1)
+    lease.check()
+    assert find_holder(tmp_path)[1]
+    lease.release()
+    with leased_folder(tmp_path):
+        pass
+    os.write(child_done, b".")
+    assert os.waitpid(child, 0)[1] == 0
+    for descriptor in (ready, child_ready, done, child_done):
+        os.close(descriptor)
+
+
+def test_a_lease_whose_file_was_removed_is_lost(tmp_path):
+    lease = Lease(tmp_path)
+    (tmp_path / LEASE).unlink()
+    with pytest.raises(StoreError, match=r"the lease of this build was removed while it ran; wait until"):
+        lease.check()
+    with leased_folder(tmp_path) as other:
+        lease.release()  # must not take the lease from the next holder
+        other.check()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_late_heir_of_a_lease_that_is_gone_does_not_drive_out_the_next_holder(tmp_path, monkeypatch):
-    """It saw a holder that had ended, and was paused before it took over; meanwhile all was done and given back."""
+def test_a_lease_that_was_copied_with_its_folder_holds_nothing(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with leased_folder(tmp_path / "a"):
+        (tmp_path / "b" / LEASE).write_bytes((tmp_path / "a" / LEASE).read_bytes())
+        with leased_folder(tmp_path / "b"):
+            pass
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"\xff", b'{"token": 1}'])
+def test_a_damaged_lease_that_nobody_holds_is_taken(tmp_path, data):
+    (tmp_path / LEASE).write_bytes(data)
+    assert not find_holder(tmp_path)[1]
+    with leased_folder(tmp_path) as lease:
+        lease.check()
+    assert list(tmp_path.iterdir()) == []
+
+
+# File systems without locks.
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_one_process_creates_the_file(tmp_path):
+    with leased_folder(tmp_path) as held:
+        held.check()
+        assert find_holder(tmp_path)[1]
+        with pytest.raises(StoreBusyError, match=rf"process {os.getpid()}, which wrote its last heartbeat 0 s ago"):
+            Lease(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_the_error_says_how_to_remove_a_stale_lease(tmp_path):
+    """[C1.d] Nobody takes it over: without a lock two processes could do so at once."""
     Lease(tmp_path)
     as_another_machine(tmp_path)
-    first = msgspec.json.decode((tmp_path / LEASE).read_bytes())
-    create, late = lease_module._create, []
-
-    def paused(file, holder):
-        if file.name.endswith(first["token"]) and not late:
-            (tmp_path / LEASE).unlink()
-            late.append(None)
-            late[0] = Lease(tmp_path)
-        return create(file, holder)
-
-    monkeypatch.setattr(lease_module, "STALE_SECONDS", 0.1)
-    monkeypatch.setattr(lease_module, "_create", paused)
-    with pytest.raises(StoreExistsError):
+    os.utime(tmp_path / LEASE, (time.time() - 90, time.time() - 90))
+    assert not find_holder(tmp_path)[1]
+    with pytest.raises(StoreBusyError) as error:
         Lease(tmp_path)
-    late[0].check()
-    late[0].release()
-    assert list(tmp_path.iterdir()) == []
+    assert re.search(r"process 12 on node7, which wrote its last heartbeat 9\d s ago", str(error.value))
+    assert str(error.value).endswith(f"if that process is gone, remove {tmp_path / LEASE} and run again")
+    (tmp_path / LEASE).unlink()
+    with leased_folder(tmp_path):
+        pass
 
 
-def test_a_holder_touches_its_lease_and_none_that_it_lost(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_a_holder_that_has_ended_is_named_as_such(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        pass
+    Lease(tmp_path)
+    record = msgspec.json.decode((tmp_path / LEASE).read_bytes())
+    ended = f"{this_machine()}-{process.pid}-123"
+    (tmp_path / LEASE).write_bytes(msgspec.json.encode({**record, "process": ended}))
+    with pytest.raises(StoreBusyError, match=r"which has ended; wait .* remove"):
+        Lease(tmp_path)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_a_lease_of_a_machine_without_locks_is_respected_by_one_with_locks(tmp_path, monkeypatch):
+    with leased_folder(tmp_path) as held:
+        monkeypatch.undo()
+        with pytest.raises(StoreBusyError, match=r"last heartbeat .* remove"):
+            Lease(tmp_path)
+        held.check()
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_a_holder_touches_its_lease_and_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(lease_module, "BEAT_SECONDS", 0.02)
     held = Lease(tmp_path)
     before = (tmp_path / LEASE).stat().st_mtime_ns
@@ -138,35 +217,14 @@ def test_a_holder_touches_its_lease_and_none_that_it_lost(tmp_path, monkeypatch)
     (tmp_path / LEASE).unlink()
     time.sleep(0.1)
     assert list(tmp_path.iterdir()) == []
-    with pytest.raises(StoreError, match="must keep its lease"):
+    with pytest.raises(StoreError, match="was removed while it ran"):
         held.check()
-
-
-def test_a_lease_that_was_copied_with_its_folder_holds_nothing(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    with leased_folder(tmp_path / "a"):
-        (tmp_path / "b" / LEASE).write_bytes((tmp_path / "a" / LEASE).read_bytes())
-    with leased_folder(tmp_path / "b"):
-        pass
-    assert list((tmp_path / "b").iterdir()) == []
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("data", [b"", b"{}", b'{"token": "../../x", "process": "", "host": "", "number": 1}'])
-def test_a_lease_that_cannot_be_read_is_taken_over_when_nobody_touches_it(tmp_path, data):
-    (tmp_path / LEASE).write_bytes(data)
-    holders, lives = LeaseWatch(tmp_path).look()
-    assert (len(holders), lives) == (1, None)
-    with leased_folder(tmp_path):
-        pass
-    assert list(tmp_path.iterdir()) == []
 
 
 RACE = """
 import os, random, sys, time
 from pathlib import Path
-from tokenmill.errors import StoreExistsError
+from tokenmill.errors import StoreBusyError
 from tokenmill.store.lease import Lease
 folder, log, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
 dice, had = random.Random(seed), 0
@@ -174,7 +232,7 @@ end = time.monotonic() + float(sys.argv[4])
 while time.monotonic() < end:
     try:
         lease = Lease(folder)
-    except StoreExistsError:
+    except StoreBusyError:
         time.sleep(dice.random() / 500)
         continue
     os.close(os.open(log, os.O_CREAT | os.O_EXCL))  # fails if there are two holders

@@ -87,7 +87,7 @@ def test_a_store_whose_manifest_says_nothing_of_its_page_sums_reads_and_gets_the
 
 
 def test_the_manifest_of_a_store_that_is_being_built_gets_no_key(store):
-    with leased_folder(store), pytest.raises(StoreError, match=r"only one build may write to it at a time"):
+    with leased_folder(store), pytest.raises(StoreError, match=r"another build writes to it"):
         tm.verify(store, add_page_sums=True)
     assert not read_manifest(store).page_sums
 

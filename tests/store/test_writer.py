@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenmill.errors import StoreError, StoreExistsError, StoreMissingError
+from tokenmill.errors import StoreBusyError, StoreError, StoreExistsError, StoreMissingError
 from tokenmill.store import StoreSpec, StoreWriter, open_store, read_manifest, verify
 from tokenmill.store.files import write_atomically
 
@@ -411,7 +411,7 @@ with StoreWriter(sys.argv[1], spec) as writer:
 def test_a_second_build_on_the_same_folder_is_refused(tmp_path):
     """[C1.c] The first one goes on undisturbed; after it the way is free."""
     with StoreWriter(tmp_path / "store", spec_of()) as writer:
-        with pytest.raises(StoreExistsError, match="only one build may write to it at a time"):
+        with pytest.raises(StoreBusyError, match="another build writes to it"):
             StoreWriter(tmp_path / "store", spec_of(), rebuild=True)
         writer.commit()
     with StoreWriter(tmp_path / "store", spec_of(), rebuild=True) as writer:

@@ -18,17 +18,15 @@ from tokenmill.encode.chat.template import load_template
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.files import copy_of
 from tokenmill.encode.hub import is_hub_name, local_spec
-from tokenmill.errors import DocumentError, StoreExistsError, TokenizerError, TokenmillError
+from tokenmill.errors import DocumentError, StoreBusyError, StoreExistsError, TokenizerError, TokenmillError
 from tokenmill.fingerprint import digest, first_difference
 from tokenmill.store.layout import MANIFEST, TOKENIZER_FOLDER, read_manifest
-from tokenmill.store.lease import LeaseWatch
+from tokenmill.store.lease import find_holder
 
 MAX_WAIT_SECONDS = 3600.0
 """How long to wait for another process."""
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.05, 5.0
 """Between two looks at a build of another process, at first and after a while."""
-_ONE_AT_A_TIME = "only one build may write to it at a time"
-"""What prepare says only of a store that another process builds."""
 _log = logging.getLogger("tokenmill")
 
 
@@ -54,7 +52,7 @@ def cached_store(
     more = [*([] if keep_empty else ["no empty ones"]), *([] if recipe == "text" else [recipe])]
     store = folder / digest([named, tokenizer, text_field, *more])[:16]
     end = time.monotonic() + MAX_WAIT_SECONDS
-    pause, announced, watch = _FIRST_SECONDS, False, LeaseWatch(store)
+    pause, announced = _FIRST_SECONDS, False
     while True:
         if _is_finished(store):
             _check_documents(named, store, where)
@@ -62,9 +60,7 @@ def cached_store(
             if recipe != "text":
                 _check_recipe(recipe, tokenizer, store, where)
             return store
-        # Look at the lease first: prepare opens the tokenizer before it would find out.
-        holders, lives = watch.look()
-        if not holders or lives is False:
+        if not find_holder(store)[1]:  # prepare opens the tokenizer before it looks
             try:
                 prepare(
                     named,
@@ -75,13 +71,12 @@ def cached_store(
                     options=PrepareOptions(text_field=text_field, keep_empty=keep_empty),
                 )
                 return store
-            except StoreExistsError as error:
-                if _ONE_AT_A_TIME not in str(error):
-                    raise
+            except StoreBusyError:
+                pass
         if time.monotonic() > end:
-            raise StoreExistsError(
-                f"{where}: another process must finish {store} within {MAX_WAIT_SECONDS:g} s, got one still at "
-                "work; wait for it or stop it, and start again"
+            raise StoreBusyError(
+                f"{where}: another process has been preparing {store} for more than {MAX_WAIT_SECONDS:g} s; "
+                "wait for it or stop it, and start again"
             )
         if not announced:
             _log.warning("%s: waiting for another process, which prepares %s", where, store)

@@ -52,7 +52,7 @@ from tokenmill.build.progress import Progress, Show, shown_progress, units_done
 from tokenmill.build.unit import MapRecord, is_whole_scan
 from tokenmill.documents import Unit, read_unit
 from tokenmill.encode.recipe.encoder import TOO_LONG
-from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError, StoreMissingError
+from tokenmill.errors import ConfigError, StoreBusyError, StoreCorruptError, StoreMissingError
 from tokenmill.fingerprint import first_difference
 from tokenmill.store.files import write_parts_atomically
 from tokenmill.store.layout import MANIFEST
@@ -367,7 +367,7 @@ def _hash_part(
             now = _read_list(journal)
             if now is not None and now.head == units.head:
                 _write_list(journal, units.head.asked, read_job_file(units.head.job), cut, "write")
-    except StoreExistsError:
+    except StoreBusyError:
         pass  # another part is about to, or the build is being published
     return _read_list(journal) or units
 

@@ -27,7 +27,7 @@ from tokenmill.build.journal import (
 )
 from tokenmill.build.unit import FAILED, read_worker_file, read_worker_files
 from tokenmill.errors import StoreCorruptError, harmless
-from tokenmill.store.lease import LeaseWatch, has_ended
+from tokenmill.store.lease import find_holder, has_ended
 
 _SECONDS_BETWEEN = 0.2
 """Between two looks at how far a build is."""
@@ -299,14 +299,14 @@ def _state(journal: Journal, *, begun: bool, busy: bool, recent: bool) -> tuple[
     publishing = bool(journal.time_of(PUBLISH))
     if begun or publishing:
         running: State = "publishing" if publishing else "under way"
-        holders, lives = LeaseWatch(journal.out).look()
-        if lives:
+        holder, is_held = find_holder(journal.out)
+        if is_held:
             return running, None
         has_parts = busy and bool(journal.time_of(UNITS))
-        if lives is False and not has_parts:
-            return "stopped", f"{holders[-1]} was killed"
+        if holder is not None and not has_parts:
+            return "stopped", f"{holder} was killed"
         reason = _text(journal.folder / STOPPED)
-        if reason is not None and not holders and not has_parts:
+        if reason is not None and not has_parts:
             return "stopped", reason
         return (running, None) if publishing or recent else ("stopped", reason)
     with suppress(StoreCorruptError):

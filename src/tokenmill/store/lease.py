@@ -3,38 +3,39 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import secrets
 import socket
+import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import msgspec
 import xxhash
 
-from tokenmill.errors import StoreError, StoreExistsError, writing
+from tokenmill.errors import StoreBusyError, StoreError, writing
 from tokenmill.store.layout import LEASE
 
 
 @contextmanager
 def locked(file: Path, seconds: float | None = None) -> Iterator[bool]:
-    """Keep other processes and threads out by a lock on a file, which ends with its process.
+    """Hold a lock on a file, which ends with its process; other processes and threads wait.
 
-    Raises TimeoutError if another one holds the lock for more than `seconds`: it may have been stopped.
-    Gives False where the file system has no locks: then nobody is kept out.
+    Raises TimeoutError if another process holds the lock for more than `seconds`: it may be paused.
+    Yields False on a file system without locks, where nobody waits.
     """
     with file.open("wb") as lock:
         yield _flock(lock, seconds)
 
 
-def _flock(lock: BinaryIO, seconds: float | None) -> bool:
+def _flock(lock: IO[bytes], seconds: float | None) -> bool:
     try:
         import fcntl
     except ImportError:
@@ -55,35 +56,12 @@ def _flock(lock: BinaryIO, seconds: float | None) -> bool:
             return True
 
 
-# Leases: the right to write to a folder, held by one process of any number of machines.
-#
-# A lease is a file that only one process can create; the system need not know locks. Its holder touches it every
-# few seconds. Whether a holder on this machine still lives, the system knows. For one on another machine, the file
-# is watched, by the clock of the watching process alone: a lease that was not touched for a minute is stale.
-#
-# To take over from a stale holder is to create the file that is named after the holder's token, which again only
-# one process can, and which counts only while the stale lease is still there. So there are never two heirs, and a
-# late one cannot drive out the holder of another time. What a holder that lost its lease still does is not stopped
-# by this: it asks before what must not be done twice; all else that it writes is the same bytes, or in a folder of
-# its own.
-
-BEAT_SECONDS = 5.0
-"""How often a holder touches its lease."""
-STALE_SECONDS = 60.0
-"""After how long without a touch a lease of another machine is stale."""
-_LOOK_SECONDS = 0.05
-_WARN_SECONDS = 2.0
-_log = logging.getLogger("tokenmill")
-_held: set[str] = set()
-"""Tokens of the leases that this process holds: one of its own that is not here was copied with its folder."""
-
-
-# Processes, and whether they still live.
+# IDs of processes.
 
 
 @cache
 def this_machine() -> str:
-    """Return what processes have in common that see each other: one boot, and one table of processes."""
+    """Return an ID that processes share if they can see each other: of the boot and the PID namespace."""
     parts = [socket.gethostname()]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with suppress(OSError):
@@ -92,7 +70,7 @@ def this_machine() -> str:
 
 
 def this_process() -> str:
-    """Return a name that no other process has, on any machine, at any time: as good a plain part of a path."""
+    """Return an ID that is unique across machines and reboots, and safe in file names."""
     return _name_of(os.getpid())
 
 
@@ -102,7 +80,7 @@ def _name_of(this: int) -> str:
 
 
 def has_ended(process: str) -> bool:
-    """Say whether a process, by its name, is known to have ended; of one on another machine that is never known."""
+    """Return whether a process, by its ID, is known to have ended; for another machine this is never known."""
     machine, _, rest = process.partition("-")
     number, _, start = rest.partition("-")
     if machine != this_machine() or not number.isdigit():
@@ -111,7 +89,7 @@ def has_ended(process: str) -> bool:
 
 
 def _start_of(number: int) -> str:
-    """Return when a process began, in ticks of the system: the number of one that ended may be given to another."""
+    """Return the start time of a process in clock ticks, because PIDs are reused; empty if it has ended."""
     try:
         with open(f"/proc/{number}/stat", "rb") as file:
             state, *fields = file.read().rpartition(b")")[2].split()
@@ -132,116 +110,164 @@ def _start_of(number: int) -> str:
     return "alive"
 
 
-# Leases.
+# Leases: the right to write to a folder, held by one process of any number of machines.
+#
+# A lease is a file. Where the file system has locks, its holder keeps an `flock` on it. The lock ends with the
+# process, however that ends, so nothing has to be cleaned up. Elsewhere only one process can create the file
+# (O_EXCL), and touches it every few seconds. A killed process then leaves the file behind, and the error of the
+# next one says how to remove it: without a lock, nobody can take it over and be sure to be the only one.
+
+BEAT_SECONDS = 5.0
+"""How often a holder touches its lease on a file system without locks."""
+STALE_SECONDS = 60.0
+"""Age of the last touch from which on a lease without a lock counts as stale."""
+_PATIENCE_SECONDS = 0.3
+"""How long to try for a lock: whoever looks whether a lease is held locks it for a moment."""
+_held: weakref.WeakSet[Lease] = weakref.WeakSet()
+"""Leases of this process: a forked process must close its copies, or it would keep them locked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """Who holds a lease."""
+    """The process that holds a lease."""
 
     token: str
+    """Differs for each time that a lease is taken."""
     process: str
-    """As `this_process` names it."""
+    """Name of the process, as `this_process` returns it."""
     host: str
     number: int
-    """The process on that host, for people."""
+    """Process ID on that host."""
+    is_locked: bool
+    """Return whether the file is locked; otherwise it is touched every few seconds."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the process is on this machine."""
+        """Return whether the process is on this machine."""
         return self.process.startswith(f"{this_machine()}-")
 
     def __str__(self) -> str:
         return f"process {self.number}" if self.is_local else f"process {self.number} on {self.host}"
 
 
-class LeaseWatch:
-    """Looks at the lease of a folder, time and again, and so learns whether its holder lives."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._seen: tuple[str, int] | None = None
-        """Token and time of the last touch, when it was first seen."""
-        self._since = 0.0
-
-    def look(self) -> tuple[list[Holder], bool | None]:
-        """Return the holder with those that it took over from, and whether it lives; None where that is not known.
-
-        Nobody holds the lease where there is none. The holder is the last.
-        """
-        holders: list[Holder] = []
-        name = LEASE
-        touched = 0
-        while (lease := _read(self.folder / name)) is not None:
-            holder, touched = lease
-            holders.append(holder)
-            name = f"{LEASE}-{holder.token}"
-        if not holders:
-            return [], None
-        last = holders[-1]
-        if last.process == this_process():
-            return holders, last.token in _held
-        if last.is_local:
-            return holders, not has_ended(last.process)
-        if self._seen is None or self._seen[0] != last.token:
-            self._seen, self._since = (last.token, touched), time.monotonic()
-        elif self._seen[1] != touched:
-            self._seen, self._since = (last.token, touched), time.monotonic()
-            return holders, True
-        return holders, False if time.monotonic() - self._since > STALE_SECONDS else None
-
-
 class Lease:
-    """The lease of a folder, held from here on until `release`, or until this process ends."""
+    """The lease of a folder, held until `release`, or until this process ends.
+
+    Raises StoreBusyError if another process has it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._file = folder / LEASE
         self._pid = os.getpid()
-        holder = _this_holder()
-        self._token = holder.token
-        _held.add(self._token)
-        try:
-            self._chain = _take(folder, holder)
-        except BaseException:
-            _held.discard(self._token)
-            raise
-        self._file = next(reversed(self._chain))
+        self._token = secrets.token_hex(8)
         self._released = threading.Event()
-        beat = threading.Thread(target=_beat, args=(self._file, self._token, self._released), daemon=True)
-        beat.start()
+        self._descriptor: int | None = None
+        self._has_locks = _has_locks(folder)
+        if self._has_locks:
+            self._descriptor = self._lock()
+            _held.add(self)
+        else:
+            self._create()
+            threading.Thread(target=_beat, args=(self._file, self._token, self._released), daemon=True).start()
 
     def check(self) -> None:
-        """Raise if another process has taken over, as this one did not touch its lease for long."""
+        """Raise StoreError if the lease is no longer ours, because somebody removed its file."""
         lease = _read(self._file)
-        if lease is None or lease[0].token != self._token or (self.folder / f"{LEASE}-{self._token}").exists():
+        if lease is None or lease[0].token != self._token:
             raise StoreError(
-                f"{self.folder}: a build must keep its lease, got it taken over by another process after this one "
-                f"had not touched it for {STALE_SECONDS:g} s; let that one finish, or run again"
+                f"{self.folder}: the lease of this build was removed while it ran; "
+                "wait until no other process writes to the folder, then run again"
             )
 
     def release(self) -> None:
-        """Let others have it; done twice, or in a process that was forked, it does nothing."""
+        """Let other processes have the lease. A second call, or one in a forked process, does nothing."""
         if self._released.is_set() or self._pid != os.getpid():
             return
         self._released.set()
-        # It is given back by being the heir of oneself: where another is it already, nothing here is ours.
-        heir = _this_holder()
-        _held.add(heir.token)
-        end = self.folder / f"{LEASE}-{self._token}"
+        lease = _read(self._file)
+        if lease is not None and lease[0].token == self._token:
+            self._file.unlink(missing_ok=True)  # before the lock ends: who waits for it finds the file gone
+        self.close()
+
+    def close(self) -> None:
+        """Close the locked file; in a forked process the lock stays with the parent."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _lock(self) -> int:
+        """Lock the file and write our name into it; return its descriptor."""
+        import fcntl
+
+        end = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if _is_at(self._file, descriptor):
+                    self._check_unlocked_holder()
+                    os.ftruncate(descriptor, 0)
+                    with writing(self._file):
+                        os.pwrite(descriptor, self._record(is_locked=True), 0)
+                    return descriptor
+                os.close(descriptor)  # its holder removed the file before we had the lock
+            except BlockingIOError:
+                os.close(descriptor)
+                if time.monotonic() > end:
+                    raise self._busy() from None
+                time.sleep(0.01)
+            except BaseException:
+                os.close(descriptor)
+                raise
+
+    def _check_unlocked_holder(self) -> None:
+        """Raise if the file belongs to a process that has the folder mounted without locks."""
+        lease = _read(self._file)
+        if lease is not None and lease[0].token != _UNKNOWN and not lease[0].is_locked:
+            raise self._busy()
+
+    def _create(self) -> None:
+        """Create the file, which only one process can."""
         try:
-            if _create(end, heir):
-                # The first goes first: a late heir finds then that it came too late.
-                for file, token in [*self._chain.items(), (end, heir.token)]:
-                    lease = _read(file)
-                    if lease is not None and lease[0].token == token:
-                        file.unlink(missing_ok=True)
+            descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        except FileExistsError:
+            raise self._busy() from None
+        try:
+            with writing(self._file):
+                os.write(descriptor, self._record(is_locked=False))
+        except OSError:
+            self._file.unlink()
+            raise
         finally:
-            _held.difference_update((self._token, heir.token))
+            os.close(descriptor)
+
+    def _record(self, *, is_locked: bool) -> bytes:
+        holder = Holder(
+            token=self._token,
+            process=this_process(),
+            host=socket.gethostname(),
+            number=os.getpid(),
+            is_locked=is_locked,
+        )
+        return msgspec.json.encode(asdict(holder))
+
+    def _busy(self) -> StoreBusyError:
+        holder, touched = _read(self._file) or (_UNKNOWN_HOLDER, time.time_ns())
+        message = f"{self.folder}: another build writes to it: {holder}"
+        if self._has_locks and holder.is_locked:
+            return StoreBusyError(f"{message}; wait for it or stop it, or choose another path")
+        age = max(0, round(time.time() - touched / 1e9))
+        state = "has ended" if has_ended(holder.process) else f"wrote its last heartbeat {age} s ago"
+        return StoreBusyError(
+            f"{message}, which {state}; wait for it or stop it. "
+            f"There are no locks on this file system: if that process is gone, remove {self._file} and run again"
+        )
 
 
 @contextmanager
 def leased_folder(folder: Path) -> Iterator[Lease]:
-    """Keep other builds out of a folder for the length of a `with` block."""
+    """Hold the lease of a folder for the length of a `with` block."""
     lease = Lease(folder)
     try:
         yield lease
@@ -249,93 +275,81 @@ def leased_folder(folder: Path) -> Iterator[Lease]:
         lease.release()
 
 
-def _this_holder() -> Holder:
-    token = secrets.token_hex(8)
-    return Holder(token=token, process=this_process(), host=socket.gethostname(), number=os.getpid())
+def find_holder(folder: Path) -> tuple[Holder | None, bool]:
+    """Return the process that took the lease of a folder last, and whether it holds it now.
+
+    A holder that was killed leaves its name. A holder that released its lease does not: None.
+    """
+    lease = _read(folder / LEASE)
+    if lease is None:
+        return None, False
+    holder, touched = lease
+    if holder.is_locked:
+        return holder, _is_locked(folder / LEASE)
+    if holder.is_local:
+        return holder, not has_ended(holder.process)
+    return holder, time.time() - touched / 1e9 < STALE_SECONDS
 
 
-def _take(folder: Path, holder: Holder) -> dict[Path, str]:
-    """Take the lease; return its file and token, after those of the holders that it is taken over from."""
-    watch = LeaseWatch(folder)
-    begin, has_warned = time.monotonic(), False
-    while True:
-        holders, lives = watch.look()
-        if not holders or lives is False:
-            files = [folder / LEASE, *(folder / f"{LEASE}-{each.token}" for each in holders)]
-            tokens = [each.token for each in (*holders, holder)]
-            if _create(files[-1], holder):
-                first = _read(files[0])
-                if first is not None and first[0].token == tokens[0]:
-                    if not holders:
-                        _sweep(folder)
-                    return dict(zip(files, tokens, strict=True))
-                files[-1].unlink(missing_ok=True)  # what it was to be taken over from is gone already
-        elif lives:
-            raise StoreExistsError(
-                f"{folder}: only one build may write to it at a time, got another under way in "
-                f"{holders[-1]}; wait for it or stop it, or choose another path"
-            )
-        elif not has_warned and time.monotonic() - begin > _WARN_SECONDS:
-            has_warned = True
-            _log.warning(
-                "%s: waiting up to %g s to see whether %s still builds here",
-                folder,
-                STALE_SECONDS,
-                holders[-1],
-            )
-        time.sleep(_LOOK_SECONDS)
+def _has_locks(folder: Path) -> bool:
+    """Return whether the file system of a folder has locks."""
+    with tempfile.TemporaryFile(dir=folder, prefix=f"{LEASE}-") as file:
+        return _flock(file, None)
 
 
-def _create(file: Path, holder: Holder) -> bool:
-    """Create a lease, if nobody else has; durable, as an empty one would say nothing of its holder."""
+def _is_locked(file: Path) -> bool:
+    """Return whether a process holds the lock on a file."""
     try:
-        descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
+        import fcntl
+    except ImportError:
         return False
+    with suppress(FileNotFoundError), file.open("rb") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _is_at(file: Path, descriptor: int) -> bool:
+    """Return whether a path still leads to an open file."""
     try:
-        with writing(file):
-            os.write(descriptor, msgspec.json.encode(asdict(holder)))
-            os.fsync(descriptor)
-    except OSError:
-        file.unlink()
-        raise
-    finally:
-        os.close(descriptor)
-    return True
+        return os.path.samestat(file.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+_UNKNOWN = "unknown"
+_UNKNOWN_HOLDER = Holder(token=_UNKNOWN, process="", host="another machine", number=0, is_locked=True)
+"""Stands for the process of a lease that cannot be read: it is being written, or was damaged."""
 
 
 def _read(file: Path) -> tuple[Holder, int] | None:
-    """Return the holder of a lease and when it was touched last; None if there is none."""
+    """Return the holder of a lease and the mtime of its file in nanoseconds; None if there is no file."""
     try:
-        # Opened, not only looked at: then a file system of a network asks its server.
-        with open(file, "rb") as opened:
+        with open(file, "rb") as opened:  # opened, because a network file system then asks its server
             data, touched = opened.read(4096), os.fstat(opened.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
     try:
-        holder = msgspec.json.decode(data, type=Holder)
-        if not holder.token.isalnum():
-            raise ValueError
-    except ValueError:  # its holder was about to write it, or ended there
-        holder = Holder(token="unreadable", process="", host="another machine", number=0)
-    return holder, touched
-
-
-def _sweep(folder: Path) -> None:
-    """Remove what holders that ended amid a release have left."""
-    for left in folder.glob(f"{LEASE}-*"):
-        left.unlink(missing_ok=True)
+        return msgspec.json.decode(data, type=Holder), touched
+    except ValueError:
+        return _UNKNOWN_HOLDER, touched
 
 
 def _beat(file: Path, token: str, released: threading.Event) -> None:
-    """Touch a lease until it is released; it is never created anew."""
+    """Touch a lease until it is released. A file of another holder is left alone."""
     while not released.wait(BEAT_SECONDS):
         with suppress(OSError):
-            descriptor = os.open(file, os.O_RDWR)
-            try:
-                if msgspec.json.decode(os.read(descriptor, 4096), type=Holder).token == token:
-                    os.utime(descriptor if os.utime in os.supports_fd else file)
-            except ValueError:
-                pass
-            finally:
-                os.close(descriptor)
+            lease = _read(file)
+            if lease is not None and lease[0].token == token:
+                os.utime(file)
+
+
+def _close_inherited() -> None:
+    for lease in list(_held):
+        lease.close()
+
+
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_close_inherited)
