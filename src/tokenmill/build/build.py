@@ -185,9 +185,10 @@ def prepare(  # noqa: PLR0913 - the front door
         tokenizer: `bytes`, a `tokenizer.json`, a `.model`, a folder with one of them,
             `tiktoken:RANKFILE`, or `hf:NAME` of the Hugging Face hub.
         recipe: Name of a preset (`text`, `chat`, `instruction`, `dpo`, ...), path of a recipe, or the recipe.
-        map: Function that is called with every record first. It returns the record to use, or None to leave it out,
-            counted as `map`. The manifest contains its name and a hash of its source. Workers import it by its
-            module; a function that they cannot import runs in this process alone.
+        map: Function that is called with every record first. It returns the record to use, a list of records, True
+            to keep the record, or None or False to leave it out, counted as `map`. The manifest contains its name
+            and a hash of its source. Workers import it by its module; a function that they cannot import runs in
+            this process alone.
         workers: Number of processes, by default one per core. The store is the same for any number.
         executor: Object with `submit`, as in `concurrent.futures`, that runs units elsewhere. Its workers need
             access to inputs and `out`.

@@ -138,8 +138,8 @@ def load_map(identity: MapIdentity) -> MapRecord:
         function: MapRecord = getattr(module, identity.name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"map: workers must be able to import {identity.module}.{identity.name}, got {error}; put its folder "
-            "on PYTHONPATH, or use workers=1"
+            f"map: workers cannot import {identity.module}.{identity.name}: {error}; put its folder on PYTHONPATH, "
+            "or use workers=1"
         ) from error
     if identify(function) != identity:
         raise ConfigError(
@@ -147,6 +147,30 @@ def load_map(identity: MapIdentity) -> MapRecord:
             "nothing write to it, and run again"
         )
     return function
+
+
+def find_function(name: str) -> MapRecord:
+    """Import the function that `module:function` names, also from the current folder.
+
+    The folder is the last place to look, so that no file in it hides an installed module.
+    """
+    module, colon, attribute = name.partition(":")
+    if not (module and colon and attribute.isidentifier()):
+        raise ConfigError(f"--filter: expected module:function, got {name!r}; for example quality:is_good")
+    search_current_folder()
+    try:
+        function: MapRecord = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # the module of a user may raise any exception
+        raise ConfigError(
+            f"--filter: cannot import {name!r}: {error}; fix the name, or put its folder on PYTHONPATH"
+        ) from error
+    return function
+
+
+def search_current_folder() -> None:
+    """Add the current folder to the places where modules are looked for, after all others."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
 
 
 # The job.

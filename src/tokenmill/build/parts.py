@@ -191,14 +191,16 @@ def asked_for(
     tokenizer: str | os.PathLike[str],
     recipe: RecipeSpec,
     options: PrepareOptions,
+    map: MapRecord | None = None,
 ) -> dict[str, Any]:
-    """Return what a build was asked for, as JSON, to compare it with what a part is asked for."""
+    """Return the arguments of a build as JSON, to compare them with those of a part."""
     items = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     return {
         "inputs": [path_of("inputs", item) for item in items],
         "tokenizer": path_of("tokenizer", tokenizer),
         "recipe": dict(recipe) if isinstance(recipe, Mapping) else path_of("recipe", recipe),
         "options": as_json(options),
+        **({} if map is None else {"map": as_json(identify(map))}),
     }
 
 
@@ -241,7 +243,7 @@ def plan_units(
         show=show,
         rebuild=rebuild,
     )
-    asked = asked_for(inputs, tokenizer, recipe, options)
+    asked = asked_for(inputs, tokenizer, recipe, options, map)
     journal = setting.journal
     with begun_build(setting, rebuild=rebuild) as (build, _):
         if not build.files:

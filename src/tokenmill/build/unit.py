@@ -40,8 +40,9 @@ from tokenmill.types import RECORD_TYPES, AnyArray, Int64Array, Records, Refused
 
 T = TypeVar("T")
 Record: TypeAlias = Mapping[str, Any]
-MapRecord: TypeAlias = Callable[[dict[str, Any]], "Record | None"]
-"""A record to the one that the recipe reads, or to None, which leaves it out."""
+MapRecord: TypeAlias = Callable[[dict[str, Any]], "Record | Sequence[Record] | bool | None"]
+"""Function of the user that is called with every record. It returns the record to encode, or a list of records.
+True keeps the record as it is. None, False and an empty list leave it out."""
 LEFT_OUT_BY_MAP = "map"
 """Why a record is left out that the function made None of."""
 TEXT_KEY = "sequence"
@@ -174,7 +175,7 @@ def _take(opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, write
     journal.add_counts(counts.skipped, chosen.left_out)
     counts.place += chosen.num_eligible
     for index, value in chosen.without_domain:
-        piece, line = batch.place(index)
+        piece, line = documents.place(index)
         bad.append(BadRecord(piece=piece, line=line, reason="domain", detail=value))
     for route, indices in chosen.routes.items():
         bad += _append(documents, route, indices, writer)
@@ -185,7 +186,7 @@ def _take(opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, write
     last = max((int(indices[-1]) for indices in chosen.routes.values()), default=None)
     if left is not None and last is not None and SURPLUS in left[: chosen.num_eligible]:
         # Records that are not wanted may be bad.
-        before = [record for record in bad if (record.piece, record.line) < batch.place(last)]
+        before = [record for record in bad if (record.piece, record.line) < documents.place(last)]
         journal.add_counts(counts.skipped, {"max_items": _num_lost(bad) - _num_lost(before)})
         bad = before
     return bad
@@ -193,12 +194,12 @@ def _take(opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, write
 
 def _append(documents: _Documents, route: str, indices: Int64Array | None, writer: UnitWriter) -> list[BadRecord]:
     """Encode some documents of a batch, None for all, and add them to a route; return those that are refused."""
-    batch, counts = documents.batch, writer.counts
+    counts = writer.counts
     records = documents.encode(indices)
-    chosen: Int64Array = np.arange(len(batch.documents)) if indices is None else indices
+    chosen: Int64Array = np.arange(len(documents.contents)) if indices is None else indices
     if records.kept.size:
         kept, sizes = chosen[records.kept], np.diff(token_starts(documents.opened.spec, records.offsets))
-        pieces, lines = batch.places(kept)
+        pieces, lines = documents.places(kept)
         if records.noted:
             before = sum(documents for _, documents, _ in counts.taken.get(route, ()))
             firsts = counts.noted.setdefault(route, {})
@@ -214,7 +215,7 @@ def _append(documents: _Documents, route: str, indices: Int64Array | None, write
             for piece, num_documents, num_tokens in taken:
                 counts.note_taken(route, int(piece), int(num_documents), int(num_tokens))
         counts.text_bytes += _num_bytes(
-            _chosen(documents.contents, None if kept.size == len(batch.documents) else kept)
+            _chosen(documents.contents, None if kept.size == len(documents.contents) else kept)
         )
     counts.truncated += records.truncated
     journal.add_counts(counts.notes, records.notes)
@@ -236,7 +237,7 @@ def _refused(
         if refused.reason in on_purpose:
             journal.add_counts(counts.skipped, {refused.reason: 1})
             continue
-        piece, line = documents.batch.place(int(indices[refused.index]))
+        piece, line = documents.place(int(indices[refused.index]))
         bad.append(BadRecord(piece=piece, line=line, reason=refused.reason, detail=refused.detail))
     return bad
 
@@ -286,14 +287,27 @@ class _Documents:
         self._readings: list[Reading] = []
         self.contents: Sequence[str | None] = batch.documents
         """Of each the text that filters, hashes and splits go by; None where it fits no recipe."""
+        self._inputs: Int64Array | None = None
+        """For each record, the index in the batch of the record that it was made from; None: it is its own."""
         if opened.encoder:
-            mapped = batch.documents if opened.map is None else apply_map(opened.map, batch.documents)
+            mapped = batch.documents
+            if opened.map is not None:
+                mapped, inputs = apply_map(opened.map, batch.documents)
+                self._inputs = np.array(inputs, np.int64)
             self._readings = [
                 Reading(record={}, reader=record) if isinstance(record, Refusal) else opened.encoder.read(record)
                 for record in mapped
             ]
             self.records = [{} if isinstance(record, Refusal) else record for record in mapped]
             self.contents = [reading.content for reading in self._readings]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """Return the piece and the line of one record."""
+        return self.batch.place(index if self._inputs is None else int(self._inputs[index]))
+
+    def places(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the piece and the line of each of some records."""
+        return self.batch.places(indices if self._inputs is None else self._inputs[indices])
 
     def keys(self) -> list[bytes]:
         """Return of each what tells it from others: its text, or all fields that the recipe may use.
@@ -358,22 +372,33 @@ def _canonical(record: Mapping[str, Any]) -> bytes:
         return json.dumps(record, sort_keys=True, default=repr).encode()
 
 
-def apply_map(function: MapRecord, records: Sequence[Record]) -> list[Record | Refusal]:
-    """Return what a function makes of records: each, or why there is none."""
+def apply_map(function: MapRecord, records: Sequence[Record]) -> tuple[list[Record | Refusal], list[int]]:
+    """Return the records that a function makes of records, and the index of the input of each.
+
+    A record that is left out, or for which the function fails, is a `Refusal` in its place.
+    """
     mapped: list[Record | Refusal] = []
-    for record in records:
-        try:
-            result = function(dict(record))
-        except Exception as error:  # whatever a function of the user raises is about its record
-            mapped.append(Refusal("map_failed", f"{type(error).__name__}: {error}"[:200]))
-            continue
-        if result is None:
-            mapped.append(Refusal(LEFT_OUT_BY_MAP, "left out"))
-        elif isinstance(result, Mapping):
-            mapped.append(result)
-        else:
-            mapped.append(Refusal("map_failed", f"it returned {type(result).__name__}, neither a dict nor None"))
-    return mapped
+    inputs: list[int] = []
+    for index, record in enumerate(records):
+        made = _mapped(function, record)
+        mapped += made
+        inputs += [index] * len(made)
+    return mapped, inputs
+
+
+def _mapped(function: MapRecord, record: Record) -> Sequence[Record | Refusal]:
+    """Return the records that a function makes of one record: at least one, or a refusal."""
+    try:
+        result = function(dict(record))
+    except Exception as error:  # a function of the user may raise any exception
+        return [Refusal("map_failed", f"{type(error).__name__}: {error}"[:200])]
+    if result is None or isinstance(result, bool):
+        result = [record] if result else []
+    made = result if isinstance(result, list | tuple) else [result]
+    others = [type(item).__name__ for item in made if not isinstance(item, Mapping)]
+    if others:
+        return [Refusal("map_failed", f"{'a list with ' * (made is result)}{others[0]}, which is not a record")]
+    return made or [Refusal(LEFT_OUT_BY_MAP, "left out")]
 
 
 # Which records are taken, and which store each goes to: by their own content, and by that of those before them.

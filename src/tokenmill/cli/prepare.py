@@ -119,6 +119,16 @@ def prepare(
             rich_help_panel="Tokenizer",
         ),
     ] = "bytes",
+    filter: Annotated[
+        str | None,
+        typer.Option(
+            "--filter",
+            metavar="MODULE:FUNCTION",
+            help="Python function that keeps, changes or drops records",
+            show_default=False,
+            rich_help_panel="Filters",
+        ),
+    ] = None,
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Replace a finished store at OUT", rich_help_panel="Output")
     ] = False,
@@ -186,16 +196,25 @@ def prepare(
     """
     from tokenmill.build import plan_units, run_part
     from tokenmill.build.build import prepare as build
+    from tokenmill.build.job import find_function, search_current_folder
     from tokenmill.build.parts import asked_for
 
     _check_mode(inputs, plan_only=plan_only, part=part, publish=publish, engine=engine, address=address)
     options = _options_of(values)
-    how: dict[str, Any] = {"tokenizer": tokenizer, "recipe": recipe, "staging": staging, "options": options}
+    function = None if filter is None else find_function(filter)
+    how: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "recipe": recipe,
+        "map": function,
+        "staging": staging,
+        "options": options,
+    }
     progress = False if ui.is_quiet() else None
     report: PrepareReport | UnitsReport | PartReport
     try:
         if part is not None:
-            asked = asked_for(inputs, tokenizer, recipe, options) if inputs else None
+            search_current_folder()  # for a function that the list of units names
+            asked = asked_for(inputs, tokenizer, recipe, options, function) if inputs else None
             report = run_part(
                 out,
                 part,
