@@ -107,7 +107,7 @@ def draw_one_by_one(file: str) -> dict[str, float]:
     began, cpu = time.perf_counter(), time.process_time()
     run = Run.from_toml(file)
     plan, store = run.plan(), run.stores["web"]
-    objects = Client(store.remotes[0].address)
+    objects = Client(store._remotes[0].address)
 
     def batches() -> Iterator[int]:
         for step in range(plan.steps):

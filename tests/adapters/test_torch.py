@@ -168,6 +168,6 @@ def test_windows_are_those_of_the_stream_wherever_shards_end(make_store, tmp_pat
         place = f"file://{tmp_path}/away"
     begins = [*range(0, tokens.size - 9, 5)][::-1]
     store = open_store(place)
-    assert (store.by_ranges, store.num_shards > 3) == (is_remote, True)
+    assert (store._by_ranges, store.num_shards > 3) == (is_remote, True)
     windows = {index: values.tolist() for index, values in read_windows(store, "sequence", begins, 9)}
     assert [windows[index] for index in range(len(begins))] == [tokens[b : b + 9].tolist() for b in begins]

@@ -107,7 +107,7 @@ def test_batches_are_those_of_a_store_that_never_had_the_documents(write_documen
     assert found == expected
     assert documents_of(found) <= set(KEPT)
     assert rows.num_rows < 4 * 40
-    assert len(rows.store.maps._maps) <= 64
+    assert len(rows.store._maps._maps) <= 64
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])

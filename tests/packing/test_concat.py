@@ -87,7 +87,7 @@ def test_few_maps_are_enough_for_many_shards(make_store):
     asked = np.arange(rows.num_rows)
     spans = rows.spans(asked)
     assert all(spans.row(i) == spans_by_hand(offsets, i, 8) for i in asked.tolist())
-    assert len(store.maps._maps) <= 64
+    assert len(store._maps._maps) <= 64
 
 
 def test_a_stream_shorter_than_a_row_has_none(make_store):

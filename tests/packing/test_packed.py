@@ -146,7 +146,7 @@ def test_several_windows_and_many_shards_are_packed_alike(make_store):
         asked = np.random.default_rng(2).permutation(rows.num_rows)[:500]
         spans = rows.spans(asked)
         found.append([spans.row(i) for i in range(asked.size)])
-        assert len(store.maps._maps) <= 64
+        assert len(store._maps._maps) <= 64
         windows = {span.document // 16_384 for row in found[-1] for span in row}
         assert windows == {0, 1, 2}
     assert found[0] == found[1]

@@ -140,7 +140,7 @@ def test_holes_may_lie_across_windows_and_shards(make_store, policy):
         expected[dropped] = 0
     assert np.array_equal(counts, expected)
     assert rows.fates().trained == counts.sum()
-    assert len(rows.store.maps._maps) <= 64
+    assert len(rows.store._maps._maps) <= 64
 
 
 def test_holes_of_a_stream_cost_by_what_is_excluded_not_by_the_store(make_store):

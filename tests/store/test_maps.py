@@ -211,11 +211,11 @@ def test_at_most_64_maps_are_open_however_many_shards_are_read(wide_store):
     assert store.num_shards == NUM_SHARDS
     for document in range(NUM_SHARDS):
         assert store.fetch_record(document, "sequence").tolist() == tokens[3 * document : 3 * document + 3].tolist()
-        assert len(store.maps._maps) <= 64
+        assert len(store._maps._maps) <= 64
         assert mapped_in_this_process(path) <= 64
     assert store.fetch(0, store.num_tokens, "sequence").tolist() == tokens.tolist()
     assert store.document_offsets(0, NUM_SHARDS).tolist() == list(range(0, tokens.size + 1, 3))
-    assert len(store.maps._maps) == 64
+    assert len(store._maps._maps) == 64
     assert mapped_in_this_process(path) == 64
     del store
     gc.collect()

@@ -288,7 +288,7 @@ def test_the_origins_of_a_remote_shard_are_found_by_its_number(tmp_path, make_st
     for first in (0, 7, 10_000, 99_999, 100_000, 100_007):
         (tmp_path / "remote" / ".origins" / f"{first:05d}.bin").write_bytes(b"of the unit with this first shard")
     options = RemoteOptions(mirror=str(tmp_path / "mirror"))
-    (files,) = open_store(f"file://{tmp_path}/remote", remote=options).remotes
+    (files,) = open_store(f"file://{tmp_path}/remote", remote=options)._remotes
     for shard, first in ((6, 0), (10_003, 10_000), (99_999, 99_999), (100_006, 100_000), (123_456, 100_007)):
         shutil.rmtree(files.folder / ".origins", ignore_errors=True)
         files.bring_origins(shard_name(shard))

@@ -329,7 +329,7 @@ def read_windows(store: Store, key: str, begins: Sequence[int], length: int) -> 
         by_shard.setdefault(bisect_right(inner_edges, begin), []).append(index)
     for shard, indices in by_shard.items():
         first, end = int(edges[shard]), int(edges[shard + 1])
-        mapped = store.maps.open([] if store.by_ranges else [store.file(shard, key_file(key))])
+        mapped = store._maps.open([] if store._by_ranges else [store.file(shard, key_file(key))])
         values = mapped[0].data.view(store.dtype(key)) if mapped else None
         for index in indices:
             begin = begins[index]
@@ -337,7 +337,7 @@ def read_windows(store: Store, key: str, begins: Sequence[int], length: int) -> 
                 yield index, store.fetch(begin, begin + length, key)
             else:
                 yield index, values[begin - first : begin - first + length]
-        store.maps.check(mapped)
+        store._maps.check(mapped)
 
 
 # Check that all ranks read the same.

@@ -98,7 +98,7 @@ def open_stores(path: Path | str, options: ForeignOptions | None = None) -> dict
     for place in stores_at(path):
         store = open_store(place, **facts)
         if isinstance(place, str):
-            name = store.remotes[0].address.name
+            name = store._remotes[0].address.name
         else:
             name = place.absolute().name if place == path else place.relative_to(path).as_posix()
         stores[name] = store
@@ -225,7 +225,7 @@ def tokenizer_of(store: Store, spec: str | None = None) -> Tokenizer | None:
                 f"got {tokenizer.identity.content}; name that one"
             )
         return tokenizer
-    for files in store.remotes:
+    for files in store._remotes:
         files.bring_folder(TOKENIZER_FOLDER)
     for candidate in _tokenizer_specs(store):
         try:
@@ -258,9 +258,9 @@ def why_no_texts(store: Store) -> str | None:
 
 def kept_tokenizer(store: Store) -> Tokenizer | None:
     """Return the tokenizer kept with a store, which is opened once; None where it is not available."""
-    if "tokenizer" not in store.opened:
-        store.opened["tokenizer"] = tokenizer_of(store)
-    tokenizer: Tokenizer | None = store.opened["tokenizer"]
+    if "tokenizer" not in store._opened:
+        store._opened["tokenizer"] = tokenizer_of(store)
+    tokenizer: Tokenizer | None = store._opened["tokenizer"]
     return tokenizer
 
 

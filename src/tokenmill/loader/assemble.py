@@ -420,7 +420,7 @@ class Block(ABC):
                 continue
             rows = self._index[source]
             chosen = np.flatnonzero(self.sources == source) if len(present) > 1 else slice(None)
-            if self.stage.by_block and rows.store.remotes:
+            if self.stage.by_block and rows.store._remotes:
                 around[source] = rows.whole_blocks(self._row_ids[chosen], self.stage.spec.shuffle.block_rows)
             for key, spans in rows.fields(self._row_ids[chosen], self.horizon - 1).items():
                 table = tables.setdefault(key, np.zeros((self.num_rows, 2), np.int64))
@@ -454,10 +454,10 @@ class Block(ABC):
         if not self._pieces:
             return
         # Half of all maps; the others are for offsets, which are held only briefly.
-        most = self._pieces[0].store.maps.limit // 2
+        most = self._pieces[0].store._maps.limit // 2
         needs = [(piece, distinct(piece.places.shard)) for piece in self._pieces]
         try:
-            mapped = [(piece, shards) for piece, shards in needs if not piece.store.by_ranges]
+            mapped = [(piece, shards) for piece, shards in needs if not piece.store._by_ranges]
             if sum(shards.size * (1 + (piece.mask is not None)) for piece, shards in mapped) <= most:
                 for piece, shards in needs:
                     self._point(piece, shards)
@@ -477,8 +477,8 @@ class Block(ABC):
             if any(isinstance(request, RangeRequest) for request in requests):
                 self._fetch(piece, key, column, shards, requests)
                 continue
-            files = store.maps.open(requests)
-            self._maps.append((store.maps, files))
+            files = store._maps.open(requests)
+            self._maps.append((store._maps, files))
             bases = np.array([file.address for file in files], np.int64)
             self._write_addresses(piece, key, column, shards, bases)
 
@@ -496,7 +496,7 @@ class Block(ABC):
                 around = None if piece.around is None else _bytes_within(store, key, shard, piece.around)
                 ranges.append(replace(wanted, next_use=self._next_use(store, key, shard), around=around))
             else:
-                self._maps.append((store.maps, store.maps.open([wanted])))
+                self._maps.append((store._maps, store._maps.open([wanted])))
                 bases[number] = self._maps[-1][1][0].address
         loans = tuple(
             (numbers, ranges[0].request.reader.begin(ranges, ahead=self._fetching.ahead))

@@ -324,7 +324,7 @@ class Loader:
     def network(self) -> Network | None:
         """What is shared and counted by the stores that are in object storage; None where none is."""
         stores = [rows.store for stage in self.plan.stages for rows in self._stored(stage).values()]
-        return next((files.network for store in stores for files in store.remotes), None)
+        return next((files.network for store in stores for files in store._remotes), None)
 
     @property
     def _horizon(self) -> int:
@@ -614,11 +614,11 @@ class Loader:
 
     def _block_rows(self, stage: Stage) -> int:
         """Return how many rows a block of a stage has: fewer where rows are long or shards too many to be held."""
-        mapped = [rows.store for rows in self._stored(stage).values() if not rows.store.by_ranges]
+        mapped = [rows.store for rows in self._stored(stage).values() if not rows.store._by_ranges]
         stores = {id(store): store for store in mapped}
         # Of records every array is mapped.
         files = sum(s.num_shards * (len(s.keys) if assemble.record_type(stage) else 1) for s in stores.values())
-        crowded = any(files > store.maps.limit // 2 for store in stores.values())
+        crowded = any(files > store._maps.limit // 2 for store in stores.values())
         most = block_rows(stage.row_slots, self._row_bytes(stage), self._horizon)
         return min(BLOCK_ROWS // 8, most) if crowded else most
 
@@ -629,7 +629,7 @@ class Loader:
             self._pools = {}
             for stage in self.plan.stages:
                 for rows in self._stored(stage).values():
-                    rows.store.maps.renew_lock()
+                    rows.store._maps.renew_lock()
 
     def _pool(self, block: assemble.Block) -> assemble.BufferPool:
         """Return memory for the micro-batches of a block, used again when nobody holds them any more."""

@@ -202,7 +202,7 @@ class ConcatRows(StoredRows):
         count = np.empty(begins.size, np.int64)
         parts: list[Int64Array] = []
         filled = 0
-        for chosen, shards in _groups(first_shard, last_shard, self.store.maps.limit // 4):
+        for chosen, shards in _groups(first_shard, last_shard, self.store._maps.limit // 4):
             local = np.searchsorted(shards, first_shard[chosen])
             parts.append(self._spans_of((begins[chosen], sizes[chosen], local, chosen), shards, first, count))
             first[chosen] += filled
@@ -223,7 +223,7 @@ class ConcatRows(StoredRows):
         count: Int64Array,
     ) -> Int64Array:
         store = self.store
-        files = store.maps.open([store.file(int(shard), DOCUMENTS) for shard in shards])
+        files = store._maps.open([store.file(int(shard), DOCUMENTS) for shard in shards])
         addresses = np.array([file.address for file in files], np.int64)
         mean = store.num_tokens / max(1, store.num_documents)
         capacity = int(3 * runs[0].size + 1.5 * int(runs[1].sum()) / max(1.0, mean)) + 16
@@ -237,7 +237,7 @@ class ConcatRows(StoredRows):
                     "got others; run `tokenmill verify`, then copy or prepare the store again"
                 )
             if needed <= capacity:
-                store.maps.check(files)
+                store._maps.check(files)
                 return np.ascontiguousarray(out[:, :needed])
             capacity = int(needed)
 

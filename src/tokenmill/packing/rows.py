@@ -315,7 +315,7 @@ def _index(
         return compute_in_order(windows, pack)
 
     if store.num_documents > IN_MEMORY_DOCUMENTS:
-        for files in store.remotes:
+        for files in store._remotes:
             files.bring(f"{ROWS_FOLDER}/{digest(dict(described))}.rows")  # if somebody built it beside the store
         return cached_index(store.path, described, packed, windows)
     return index_in_memory(packed())
@@ -702,12 +702,12 @@ def count_ones(
 ) -> int:
     """Return how many values of a mask are not 0 in runs at (shard, first value within it, length)."""
     needed = distinct(shards)
-    size = max(1, store.maps.limit // 4)
+    size = max(1, store._maps.limit // 4)
     addresses = np.zeros(store.num_shards, np.int64)
     ones = 0
     for first in range(0, needed.size, size):
         group = needed[first : first + size]
-        with store.in_memory(key, group, (shards, firsts, firsts + lengths)) as files:
+        with store._in_memory(key, group, (shards, firsts, firsts + lengths)) as files:
             addresses[group] = [file.address for file in files]
             ones += _count(addresses, shards, firsts, lengths)
             addresses[group] = 0
@@ -745,13 +745,13 @@ def items_within(
     give a last item before the first.
     """
     items = store.axes[axis].items
-    files = store.maps.open([store.file(shard, index_file(axis))])
+    files = store._maps.open([store.file(shard, index_file(axis))])
     offsets = files[0].data[: 8 * int(items[shard + 1] - items[shard] + 1)].view(OFFSET_DTYPE)
     first = np.searchsorted(offsets, begins.astype(OFFSET_DTYPE), side="right") - 1
     last = np.searchsorted(offsets, ends.astype(OFFSET_DTYPE), side="left") - 1
     first, last = np.maximum(first, 0), np.minimum(last, int(items[shard + 1] - items[shard]) - 1)
     inside = (begins - offsets[first].astype(np.int64), ends - offsets[np.maximum(last, 0)].astype(np.int64))
-    store.maps.check(files)
+    store._maps.check(files)
     return first + items[shard], last + items[shard], *inside
 
 
@@ -771,15 +771,15 @@ def locate(
         shards = np.searchsorted(items, documents, side="right") - 1
         needed = np.flatnonzero(np.bincount(shards))
     begins, lengths = np.empty((2, documents.size), np.int64)
-    size = store.maps.limit // 4
+    size = store._maps.limit // 4
     addresses = np.zeros(store.num_shards, np.int64)
     for first in range(0, needed.size, size):
         group = needed[first : first + size]
-        files = store.maps.open([store.file(int(shard), name) for shard in group])
+        files = store._maps.open([store.file(int(shard), name) for shard in group])
         addresses[group] = [file.address for file in files]
         wrong = _gather(documents, shards, addresses, items, values, begins, lengths)
         addresses[group] = 0
-        store.maps.check(files)
+        store._maps.check(files)
         if wrong >= 0:
             raise bad_offsets(store.file(int(shards[wrong]), name))
     return shards, begins, lengths

@@ -284,7 +284,7 @@ class Run:
                 remote=self.network,
                 verify_pages=source.verify_pages,
             )
-            for files in store.remotes:
+            for files in store._remotes:
                 files.bring_small()
             return store
 

@@ -152,11 +152,11 @@ def read_hashes(store: Store, shard: int) -> Uint64Array | None:
 
     A file that is not whole, or not of this shard, is refused.
     """
-    place = store.shard_place(shard)
+    place = store._shard_place(shard)
     if place is None or not is_shard_name(place.name):
         return None
     file = hashes_file(place.parent, layout.shard_number(place.name))
-    for files in store.remotes:
+    for files in store._remotes:
         files.bring(f"{HASHES_FOLDER}/{file.name}")
     if not file.exists():
         return None
@@ -196,7 +196,7 @@ def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _toke
     `progress` is told the tokens that were read since its last call.
     """
     if not layout.is_ours(store.path) or any(
-        store.shard_place(shard) != store.path / info.name for shard, info in enumerate(store.manifest.shards)
+        store._shard_place(shard) != store.path / info.name for shard, info in enumerate(store.manifest.shards)
     ):
         raise StoreError(
             f"{store.path}: hashes can be added to one store of ours, got files of another project, or several "
@@ -212,7 +212,7 @@ def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _toke
             missing = True
         if missing:
             _write_shard_hashes(store, number)
-        lacking = [files for files in store.remotes if missing or not files.has(f"{HASHES_FOLDER}/{file.name}")]
+        lacking = [files for files in store._remotes if missing or not files.has(f"{HASHES_FOLDER}/{file.name}")]
         for files in lacking:
             files.send(f"{HASHES_FOLDER}/{file.name}", file)
         added += missing or bool(lacking)

@@ -80,7 +80,7 @@ def _proven(store: Store) -> Store:
         )
     from tokenmill.store.verify import ProvenFiles
 
-    return replace(store, proven=ProvenFiles(folder=store.path, manifest=store.manifest))
+    return replace(store, _proven=ProvenFiles(folder=store.path, manifest=store.manifest))
 
 
 def _open_remote(
@@ -92,7 +92,7 @@ def _open_remote(
 
     files = open_remote(text, remote if isinstance(remote, Network) else Network(remote))
     _check_claims(str(files.address), files.manifest, claims)
-    return replace(store_of(files.folder, files.manifest, maps), remotes=(files,))
+    return replace(store_of(files.folder, files.manifest, maps), _remotes=(files,))
 
 
 def _places(path: str | os.PathLike[str]) -> Sequence[Path | str]:
@@ -141,8 +141,8 @@ def join_stores(stores: Sequence[Store]) -> Store:
         inputs=tuple(item for store in stores for item in store.manifest.inputs),
         skipped={},
     )
-    joined = store_of(stores[0].path, manifest, stores[0].maps, requests)
-    return replace(joined, remotes=tuple(files for store in stores for files in store.remotes))
+    joined = store_of(stores[0].path, manifest, stores[0]._maps, requests)
+    return replace(joined, _remotes=tuple(files for store in stores for files in store._remotes))
 
 
 def _check_alike(first: Store, other: Store) -> None:
@@ -195,7 +195,7 @@ def store_of(
     return Store(
         path=path,
         manifest=manifest,
-        maps=maps or MapCache(),
+        _maps=maps or MapCache(),
         axes={
             axis: Axis(
                 items=np.cumsum([0, *(items for items, _ in size)], dtype=np.int64),
@@ -204,5 +204,5 @@ def store_of(
             for axis, size in sizes.items()
         },
         fingerprint=manifest.fingerprint,
-        requests=requests or {},
+        _requests=requests or {},
     )

@@ -208,8 +208,8 @@ def kept_fields(store: Store, begin: int, end: int) -> Iterator[Mapping[str, Any
     for shard in range(int(shards[0]), int(shards[1]) + 1):
         first, last = (int(document) for document in store.document_begins[shard : shard + 2])
         first, last = max(begin, first), min(end, last)
-        place = store.shard_place(shard)
-        for files in store.remotes:
+        place = store._shard_place(shard)
+        for files in store._remotes:
             if place is not None and place.parent == files.folder:
                 files.bring_origins(place.name)
         noted = _noted(place, store.document_begins[: shard + 1]) if place is not None else None

@@ -48,17 +48,17 @@ class Store(Records):
 
     path: Path
     manifest: layout.Manifest
-    maps: MapCache
+    _maps: MapCache
     axes: Mapping[str, Axis]
     fingerprint: str
     """Digest of what the tokens are, computed once."""
-    requests: dict[tuple[int, str], Request] = field(default_factory=dict)
+    _requests: dict[tuple[int, str], Request] = field(default_factory=dict)
     """Where each file of each shard is, filled as they are asked for; formats of others fill it at once."""
-    proven: ProvenFiles | None = None
+    _proven: ProvenFiles | None = None
     """What proves every page of its files when it is read, if that is wanted of a store on disk."""
-    remotes: tuple[RemoteFiles, ...] = ()
+    _remotes: tuple[RemoteFiles, ...] = ()
     """Where its files are in object storage; `path` is then the folder of this machine that has its small files."""
-    opened: dict[str, Any] = field(default_factory=dict, compare=False)
+    _opened: dict[str, Any] = field(default_factory=dict, compare=False)
     """What was opened once to decode its ids."""
 
     def __repr__(self) -> str:
@@ -72,12 +72,12 @@ class Store(Records):
     @property
     def where(self) -> str:
         """The path or address that people know it by."""
-        return str(self.remotes[0].address if self.remotes else self.path)
+        return str(self._remotes[0].address if self._remotes else self.path)
 
     @property
-    def by_ranges(self) -> bool:
+    def _by_ranges(self) -> bool:
         """Whether its arrays are not mapped, but ranges of them brought into memory."""
-        return bool(self.remotes) or self.proven is not None
+        return bool(self._remotes) or self._proven is not None
 
     @property
     def token_begins(self) -> Int64Array:
@@ -126,15 +126,15 @@ class Store(Records):
 
     def file(self, shard: int, name: str) -> Request:
         """Return where a file of a shard is, and the size it must have."""
-        request = self.requests.get((shard, name))
+        request = self._requests.get((shard, name))
         if request is None:
-            if self.remotes:
-                request = self.remotes[0].request(shard, name)
-            elif self.proven is not None:
-                request = self.proven.request(shard, name)
+            if self._remotes:
+                request = self._remotes[0].request(shard, name)
+            elif self._proven is not None:
+                request = self._proven.request(shard, name)
             else:
                 request = file_request(self.path, self.manifest.shards[shard], name)
-            self.requests[shard, name] = request
+            self._requests[shard, name] = request
         return request
 
     @overload
@@ -182,16 +182,16 @@ class Store(Records):
                 f"{self.path}: a document must lie within 0:{self.num_documents}, got {document}; count from 0"
             )
         shard = int(np.searchsorted(self.document_begins, document, side="right")) - 1
-        place = self.shard_place(shard)
+        place = self._shard_place(shard)
         if place is None:
             return input_of(self.manifest, document)
-        for files in self.remotes:
+        for files in self._remotes:
             if place.parent == files.folder:
                 files.bring_origins(place.name)
         origin = find_origin(place, document, self.document_begins[: shard + 1])
         return origin or input_of(self.manifest, document)
 
-    def shard_place(self, shard: int) -> Path | None:
+    def _shard_place(self, shard: int) -> Path | None:
         """Return the folder or file of a shard in its own store; None for third-party token files.
 
         A store that was joined of several has shards of each.
@@ -222,7 +222,7 @@ class Store(Records):
         parts = []
         for shard, first, last in _pieces(items, begin, end):
             request = self.file(shard, layout.index_file(axis))
-            self.maps.verify(request)
+            self._maps.verify(request)
             offsets = (
                 read_range(request, 8 * first, 8 * (last - first + 1)).view(layout.OFFSET_DTYPE).astype(np.int64)
             )
@@ -233,14 +233,14 @@ class Store(Records):
         # The end of a shard's last document is the start of the next shard's first.
         return np.concatenate([*(part[:-1] for part in parts[:-1]), parts[-1]])
 
-    def in_memory(self, key: str, shards: Int64Array, spans: Spanned) -> AbstractContextManager[list[MappedFile]]:
+    def _in_memory(self, key: str, shards: Int64Array, spans: Spanned) -> AbstractContextManager[list[MappedFile]]:
         """Give the files of an array in some shards, for reading spans (shard, first value, end) of them."""
         requests = [self.file(int(shard), layout.key_file(key)) for shard in shards]
-        return in_memory(self.maps, wanted_of(requests, shards, spans, self.dtype(key).itemsize))
+        return in_memory(self._maps, wanted_of(requests, shards, spans, self.dtype(key).itemsize))
 
-    def bring(self, name: str) -> Path:
+    def _bring(self, name: str) -> Path:
         """Return where a file beside the shards is; from object storage it is copied first, if it is there."""
-        copies = [files.bring(name) for files in self.remotes]
+        copies = [files.bring(name) for files in self._remotes]
         return next((copy for copy in copies if copy is not None), self.path / name)
 
     def _fetch_key(self, begin: int, end: int, key: str) -> AnyArray:
@@ -248,7 +248,7 @@ class Store(Records):
         # Memory is taken piece by piece, after the map has proved that the file is as large as the manifest says.
         parts = []
         for shard, first, last in _pieces(self.axes[self.axis(key)].values, begin, end):
-            with self.in_memory(
+            with self._in_memory(
                 key, np.array([shard]), (np.array([shard]), np.array([first]), np.array([last]))
             ) as files:
                 parts.append(files[0].data.view(dtype)[first:last].copy())

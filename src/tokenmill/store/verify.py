@@ -187,7 +187,7 @@ def _check_files(
     manifest = store.manifest
     for number in range(len(manifest.shards)):
         _check_shard(store, number, progress, problems, add_page_sums=add_page_sums)
-    for files in store.remotes:
+    for files in store._remotes:
         files.bring_folder(layout.ORIGINS_FOLDER)
         files.bring_folder(layout.HASHES_FOLDER)
     for number in range(len(manifest.shards)) if not problems else ():  # they are read from shards that are whole
@@ -198,7 +198,7 @@ def _check_files(
             check_origins(file)
     listed = [info for shard in manifest.shards for info in shard.files.values()]
     return VerifyReport(
-        path=store.where if store.remotes else store.path,
+        path=store.where if store._remotes else store.path,
         shards=len(manifest.shards),
         files=len(listed),
         bytes=sum(info.bytes for info in listed),
@@ -211,7 +211,7 @@ def _check_files(
 def _check_meta(store: Store, number: int) -> None:
     """Refuse a `meta.json` in a shard, by which AstrAI reads it, that differs from the manifest."""
     file = store.path / store.manifest.shards[number].name / "meta.json"
-    if store.remotes or not file.is_file():
+    if store._remotes or not file.is_file():
         return
     from tokenmill.store.foreign.export import meta_of  # late: it needs this module
 
@@ -230,9 +230,9 @@ def _check_shard(
     ids = {layout.key_file(key): manifest.keys[key] for key in layout.token_keys(manifest.keys)}
     # A copy on this machine does not count if the object is gone.
     name = sums_file(shard.name)
-    has_file = all(files.has(name) for files in store.remotes) and store.bring(name).exists()
+    has_file = all(files.has(name) for files in store._remotes) and store._bring(name).exists()
     if manifest.page_sums and not has_file:
-        for files in store.remotes:  # each file is verified as a whole
+        for files in store._remotes:  # each file is verified as a whole
             files.read_without_sums(shard)
         if not add_page_sums:
             problems.append(missing_sums(store.where, shard.name))
@@ -262,15 +262,15 @@ def _check_shard(
                 _compare_sums(store.path / name, shard, computed)
             else:
                 file = write_sums(store.path, shard, computed)
-                for files in store.remotes:
+                for files in store._remotes:
                     files.send(name, file)
 
 
 def _whole(store: Store, shard: layout.ShardInfo) -> Request:
     """Return the container of a shard as one file."""
     assert shard.container is not None
-    if store.remotes:
-        return store.remotes[0].whole(shard.name, shard.container.bytes)
+    if store._remotes:
+        return store._remotes[0].whole(shard.name, shard.container.bytes)
     return FileRequest(store.path / shard.name, shard.container.bytes, 0, shard.container.bytes)
 
 
@@ -290,9 +290,9 @@ def _mark_page_sums(store: Store) -> None:
     if store.manifest.page_sums or not store.manifest.shards:
         return
     body = manifest_bytes(replace(store.manifest, page_sums=True))
-    for files in store.remotes:
+    for files in store._remotes:
         files.replace_manifest(body)
-    if store.remotes:
+    if store._remotes:
         return
     # A build that adds to the store writes the manifest too. It holds the lease of the folder with its journal.
     above = (folder for folder in (store.path, *store.path.parents) if (folder / JOURNAL_FOLDER).is_dir())

@@ -50,7 +50,7 @@ def store_html(store: Store) -> str | None:
         contents = inspect_store(store, tokenizer, max_items=AUDITED_ITEMS)
         return stores_html([(store.path.name, contents, examples(store, tokenizer))], None)
 
-    return None if store.remotes else _framed(f"Store {store.where}", body)
+    return None if store._remotes else _framed(f"Store {store.where}", body)
 
 
 def _framed(title: str, body: Callable[[], str]) -> str | None:

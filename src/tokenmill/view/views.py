@@ -224,7 +224,7 @@ class Opened:
         """Return a target for a run or store that is already open."""
         if isinstance(target, Run):
             return cls(path=target.folder / f"{target.name}.toml", target=target)
-        return cls(path=target.where if target.remotes else target.path, target=target)
+        return cls(path=target.where if target._remotes else target.path, target=target)
 
     @property
     def name(self) -> str:
@@ -242,7 +242,7 @@ class Opened:
     def views(self) -> tuple[str, ...]:
         """Names of its views."""
         if self.run is None:
-            is_remote = any(store.remotes for store in self.stores.values())
+            is_remote = any(store._remotes for store in self.stores.values())
             stored = ("store",) if self.stores else ()
             return (*stored, *(("remote",) if is_remote else ()), *(("build",) if self.has_build else ()))
         remote = () if self.run.network is None else ("remote",)
@@ -500,7 +500,7 @@ def remote_view(opened: Opened, parameters: Parameters) -> RemoteView:  # noqa: 
     run = opened.run
     networks = [run.network] if run is not None and run.network is not None else []
     if run is None:
-        networks = [files.network for store in opened.stores.values() for files in store.remotes]
+        networks = [files.network for store in opened.stores.values() for files in store._remotes]
     if not networks:
         raise ConfigError(
             f"{opened.path}: must name a store in object storage for this view, got local ones; "

@@ -135,7 +135,7 @@ def test_what_cannot_be_is_refused_with_the_way_out(tmp_path):
 
 def test_a_closed_dataset_holds_no_file(tmp_path):
     dataset = MemoryMappedDataset(write(tmp_path / "t", {"a": ids_of(0, 50, "uint16")}, ".npy"), 10)
-    maps = dataset.stores[0].maps
+    maps = dataset.stores[0]._maps
     dataset[0]
     assert len(maps._maps) == 1
     for _ in range(2):  # the second time there is nothing to close

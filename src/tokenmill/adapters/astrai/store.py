@@ -401,7 +401,7 @@ def _with_positions(store: TokenStore, path: Path, storage_type: str) -> TokenSt
         raise StoreError(
             f"{path}: {POSITION_IDS} must be as many as tokens, {edges[-1]}, got {begins[-1]}; {_WAY_OUT}"
         )
-    requests = dict(store.requests)
+    requests = dict(store._requests)
     # A shard is an array of the tokens; an array of positions may serve several.
     for shard, (begin, end) in enumerate(pairwise(edges)):
         number = int(np.searchsorted(begins[1:-1], begin, side="right"))
@@ -416,4 +416,4 @@ def _with_positions(store: TokenStore, path: Path, storage_type: str) -> TokenSt
             array.path, array.file_bytes, first, (end - begin) * size
         )
     keys = {**store.manifest.keys, POSITION_IDS: arrays[0].dtype.str}
-    return replace(store, manifest=replace(store.manifest, keys=keys), requests=requests)
+    return replace(store, manifest=replace(store.manifest, keys=keys), _requests=requests)
