@@ -394,11 +394,11 @@ def _mapped(function: MapRecord, record: Record) -> Sequence[Record | Refusal]:
         return [Refusal("map_failed", f"{type(error).__name__}: {error}"[:200])]
     if result is None or isinstance(result, bool):
         result = [record] if result else []
-    made = result if isinstance(result, list | tuple) else [result]
+    made: Sequence[Any] = result if isinstance(result, list | tuple) else [result]
     others = [type(item).__name__ for item in made if not isinstance(item, Mapping)]
     if others:
         return [Refusal("map_failed", f"{'a list with ' * (made is result)}{others[0]}, which is not a record")]
-    return made or [Refusal(LEFT_OUT_BY_MAP, "left out")]
+    return list(made) or [Refusal(LEFT_OUT_BY_MAP, "left out")]
 
 
 # Which records are taken, and which store each goes to: by their own content, and by that of those before them.
