@@ -159,7 +159,7 @@ def test_when_as_a_table(tokenmill, run_toml):
         (["what", "--step", 0, "--rank", 4, "--world-size", 4], r"--rank: must lie within .*, got 4 and 4; fix .*"),
         (["what", "--step", 0, "--rank", 0, "--world-size", 3], r"--rank: .* divide 8 rows, got 0 and 3; fix .*"),
         (["what", "--step", 0, "--rank", 0, "--world-size", 0], r"--rank: must lie within .*, got 0 and 0; fix .*"),
-        (["when", "--source", "wbe", "--document", 0], r"source: must be .*, got 'wbe'; did you mean 'web'\?"),
+        (["when", "--source", "wbe", "--document", 0], r"unknown source: 'wbe'; did you mean 'web'\?"),
         (
             ["when", "--source", "web", "--document", 60],
             r".*stores/web: a document must lie within 0:60, got 60; .*",

@@ -14,7 +14,7 @@ import tokenmill as tm
 from tokenmill.errors import ConfigError, DocumentError, PlanError, ResumeError
 from tokenmill.live import LiveOptions, merge_states, open_live
 from tokenmill.live.lanes import LiveRows
-from tokenmill.loader import batch_digest, row_digests, stack
+from tokenmill.loader import NO_DOCUMENT, batch_digest, row_digests, stack
 from tokenmill.loader.state import signed
 from tokenmill.packing import Policy
 from tokenmill.run.compare import compare
@@ -144,6 +144,22 @@ def test_a_resumed_run_goes_on_at_any_world_size_also_on_edges_and_twice_in_a_ro
     again, state = draw(open_loaders(run, 2, 4, state), min(cut + 2, 24))
     last, _ = draw(open_loaders(run, 8, 1, state))
     assert {**first, **again, **last} == whole
+
+
+def test_attribution_names_the_documents_of_stores_and_the_slots_of_live_text(make_run, open_loaders):
+    loader = open_loaders(make_run(), 2)[1]
+    batch = next(iter(loader))
+    part, (web, books) = loader.attribution(0), (loader.plan.sources.index(name) for name in ("web", "books"))
+    assert part.slot[part.batch_row == 0].tolist() == [4] * (part.batch_row == 0).sum()
+    of_rows = part.source[np.searchsorted(part.batch_row, np.arange(4))]
+    assert of_rows[0] == batch["source"][0]
+    live = part.source == web
+    assert set(part.document[live].tolist()) == {NO_DOCUMENT}
+    assert not part.length[live].any()
+    assert (part.document[part.source == books] >= 0).all()
+    assert live.any()
+    assert not live.all()
+    assert loader.position.batch == 1, "no row was drawn for it"
 
 
 def test_a_state_of_the_middle_of_a_step_goes_on_there(make_run, open_loaders):

@@ -423,7 +423,7 @@ def test_records_that_are_too_long_are_dropped_whole_and_counted(write_records, 
     assert 0 < len(kept) < 40
     rows = run.plan().stages[0].rows["data"]
     assert [use.spans[0].document for use in run.plan().what(0)] == kept
-    assert [number for number in range(40) if rows.rows_of(number).size] == kept
+    assert [number for number in range(40) if rows.rows_of(np.array([number]))[0].size] == kept
     fates, whole = rows.fates(), make_run("data", seq_len=9).plan().stages[0].rows["data"].fates()
     assert (rows.num_rows, rows.num_long, fates.tokens) == (len(kept), 40 - len(kept), whole.tokens)
     assert fates.tokens == fates.trained + fates.masked + fates.dropped["too_long"]
@@ -605,7 +605,7 @@ def test_a_mask_or_reward_of_another_dtype_is_refused(tmp_path, tokenizer_identi
 def test_a_record_outside_is_refused(write_records, make_run):
     write_records("pairs", random_records("dpo", 5))
     plan = make_run("pairs").plan()
-    with pytest.raises(PlanError, match="a record must lie within 0:5, got 5; count from 0"):
+    with pytest.raises(PlanError, match="a document must lie within 0:5, got 5; count from 0"):
         plan.when("pairs", document=5)
     with pytest.raises(PlanError, match="rows must lie within 0:5"):
         plan.stages[0].rows["pairs"].spans(np.array([5]))

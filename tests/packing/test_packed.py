@@ -132,7 +132,7 @@ def test_rows_of_a_document_are_those_whose_spans_name_it(make_store, policy, sh
     spans = rows.spans(np.arange(rows.num_rows))
     for document in range(len(lengths)):
         holding = [r for r in range(rows.num_rows) if document in {span.document for span in spans.row(r)}]
-        assert rows.rows_of(document).tolist() == holding
+        assert rows.rows_of(np.array([document]))[0].tolist() == holding
 
 
 def test_several_windows_and_many_shards_are_packed_alike(make_store):

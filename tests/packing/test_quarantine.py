@@ -90,7 +90,7 @@ def test_rows_are_those_of_a_store_that_never_had_the_documents(make_store, poli
         assert rows.row_slots == without.row_slots
     for number in range(len(lengths)):
         holding = [row for row, spans in zip(order.tolist(), found, strict=True) if number in {s[0] for s in spans}]
-        assert rows.rows_of(number).tolist() == sorted(holding)
+        assert rows.rows_of(np.array([number]))[0].tolist() == sorted(holding)
         assert not (number in out and holding)
 
 
@@ -151,7 +151,8 @@ def test_holes_of_a_stream_cost_by_what_is_excluded_not_by_the_store(make_store)
 
     def look():
         rows = ConcatRows(store=store, seq_len=16, excluded=out)
-        return rows.num_rows, rows.spans(asked), rows.rows_of(299_999), rows.held(asked), rows.description
+        holding = rows.rows_of(np.array([299_999]))[0]
+        return rows.num_rows, rows.spans(asked), holding, rows.held(asked), rows.description
 
     look()  # kernels are compiled
     tracemalloc.start()
@@ -184,7 +185,7 @@ def test_a_store_without_a_document_left_has_no_rows(make_store, policy):
     nothing = np.empty(0, np.int64)
     assert spans_of(rows, nothing) == []
     assert rows.held(nothing) == NOTHING
-    assert [rows.rows_of(document).size for document in range(4)] == [0] * 4
+    assert [rows.rows_of(np.array([document]))[0].size for document in range(4)] == [0] * 4
     assert (rows.fates().rows, dict(rows.fates().dropped)) == (0, {"quarantined": tokens.size})
     with pytest.raises(PlanError, match="rows must lie within 0:0"):
         rows.spans(np.zeros(1, np.int64))
@@ -256,7 +257,7 @@ def test_rows_of_records_are_those_of_a_store_that_never_had_them(make_records, 
     rows = RecordRows(store=store, seq_len=seq_len, policy=policy, excluded=out)
     assert rows.num_rows == len(kept)
     assert rows.records(np.arange(rows.num_rows)).tolist() == kept
-    assert [rows.rows_of(record).tolist() for record in range(len(gone))] == [
+    assert [rows.rows_of(np.array([record]))[0].tolist() for record in range(len(gone))] == [
         [kept.index(record)] if record in kept else [] for record in range(len(gone))
     ]
     fates, whole = rows.fates(), RecordRows(store=store, seq_len=seq_len, policy=policy).fates()
@@ -297,8 +298,8 @@ def test_a_record_that_must_not_be_cut_may_be_quarantined(make_records):
         RecordRows(store=store, seq_len=6, policy=policy, excluded=long[:-1])
     with pytest.raises(ConfigError, match="quarantined or held out must be among the store's 20, 0:20, got 20"):
         RecordRows(store=store, seq_len=6, policy=CUT_END, excluded=np.array([20]))
-    with pytest.raises(PlanError, match="a record must lie within 0:20, got 20"):
-        rows.rows_of(20)
+    with pytest.raises(PlanError, match="a document must lie within 0:20, got 20"):
+        rows.rows_of(np.array([20]))[0]
 
 
 def trainable(offsets):
@@ -367,10 +368,10 @@ def test_a_pass_with_quarantines_loses_nothing_else_and_repeats_nothing(make_sto
         assert trainable(offsets) - gone - lost <= set(seen_labels + rest)
         assert not set(rest) & gone
         for number in out:
-            assert rows.rows_of(number).tolist() == []
+            assert rows.rows_of(np.array([number]))[0].tolist() == []
         for number in set(range(len(lengths))) - out:
             holding = [row for row, spans in enumerate(spans_of(rows)) if number in {span[0] for span in spans}]
-            assert rows.rows_of(number).tolist() == holding
+            assert rows.rows_of(np.array([number]))[0].tolist() == holding
         if not rows.num_rest:
             break
 
@@ -475,7 +476,7 @@ def test_a_document_that_is_released_comes_with_the_next_epoch(make_store):
         rows = rows_of_store(store, policy, 10, [3, 28])
         seen, _, _ = draw(rows, 0.2, 7, "none")
         following = rows_of_store(store, policy, 10, [3]).following(rows, seen)
-        epoch, rest = following.rows_of(28), following.num_rows
+        epoch, rest = following.rows_of(np.array([28]))[0], following.num_rows
         assert following.num_rest > 0
         assert epoch.size > 0
         assert (epoch < rest).all()
@@ -539,6 +540,6 @@ def test_a_pass_over_records_loses_nothing_else_and_repeats_nothing(make_records
         for record in range(25):
             wanted = [] if record in out else [sorted(set(range(25)) - out).index(record)]
             wanted += [rows.num_rows + rest.index(record)] if record in rest else []
-            assert rows.rows_of(record).tolist() == wanted
+            assert rows.rows_of(np.array([record]))[0].tolist() == wanted
         if not rest:
             break

@@ -106,7 +106,7 @@ def test_the_rest_is_what_was_not_drawn_also_of_a_rest(groups, drawn, key, mode)
     assert len(left) == 6 - drawn
     for record in range(6):
         wanted = [record, *([6 + left.index(record)] if record in left else [])]
-        assert followed.rows_of(record).tolist() == wanted
+        assert followed.rows_of(np.array([record]))[0].tolist() == wanted
     assert followed.epoch_description == second.description != followed.description
     if followed.num_rest > 1:
         again = Seen(rest=True, size=followed.num_rest, drawn=1, key=key, shuffle=shuffle)
@@ -165,7 +165,7 @@ def test_rows_that_an_eval_takes_are_found_by_documents_and_by_pages(groups, tak
     rows = replace(whole, chosen=chosen)
     some = TakenRows(rows=rows, taken=taken, num_rows=4)
     numbers = {record: number for number, record in enumerate(chosen[:taken].tolist())}
-    assert {record: some.rows_of(record).tolist() for record in range(6)} == {
+    assert {record: some.rows_of(np.array([record]))[0].tolist() for record in range(6)} == {
         record: [numbers[record]] if record in numbers else [] for record in range(6)
     }
     for shard in range(groups.num_shards):

@@ -65,8 +65,8 @@ class NumberedRows:
             padding=0,
         )
 
-    def rows_of(self, document):
-        return np.array([document])
+    def rows_of(self, documents):
+        return documents, np.arange(documents.size)
 
 
 @pytest.fixture

@@ -76,7 +76,7 @@ def test_a_document_with_no_tokens_is_never_seen(stored_plan):
 
 
 def test_an_unknown_source_names_the_nearest(stored_plan):
-    with pytest.raises(PlanError, match=r"got 'wb'; did you mean 'web'\?"):
+    with pytest.raises(PlanError, match=r"unknown source: 'wb'; did you mean 'web'\?"):
         stored_plan[0].when("wb", 0)
 
 

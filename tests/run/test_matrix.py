@@ -380,6 +380,46 @@ def test_edits_and_changes_of_length_keep_names_and_evals_apart(stores, kind, pa
     check_run(made, Run.from_tables(tables, folder=folder), kind, packing, fate)
 
 
+def check_when_many(plan, named):
+    """Compare uses of token ranges, several per document, with the spans of all steps."""
+    documents = np.repeat(np.arange(len(LENGTHS)), 3)
+    starts = np.tile([0, 2, 9], len(LENGTHS))
+    ends = starts + np.tile([2, 7, 100], len(LENGTHS))
+    uses = plan.when_many("main", documents, starts, ends)
+    columns = (uses.query, uses.step, uses.slot, uses.row, uses.document, uses.start, uses.length)
+    wanted = [
+        (query, step, slot, row, document, max(start, span.start), min(end, span.start + span.length))
+        for query, (document, start, end) in enumerate(zip(documents.tolist(), starts, ends, strict=True))
+        for step, slot, row, span in named
+        if span.document == document
+    ]
+    wanted = [(*rest, begin, end - begin) for *rest, begin, end in wanted if begin < end]
+    assert sorted(zip(*(column.tolist() for column in columns), strict=True)) == sorted(wanted)
+    order = np.lexsort((uses.slot, uses.step, uses.query))
+    assert order.tolist() == list(range(len(uses)))
+
+
+def check_attribution(run):
+    """Compare the attribution of each rank with what the plan names, and segments with those of the batch."""
+    plan, world_size = run.plan(), 3
+    for rank in range(world_size):
+        loader = run.loader(rank=rank, world_size=world_size, threads=0)
+        for step in range(plan.steps):
+            part, batch = loader.attribution(step), loader[step]
+            uses = [plan.what(step)[slot] for slot in loader.slots(step)]
+            entries = list(zip(part.batch_row, part.slot, part.document, part.start, part.length, strict=True))
+            assert entries == [
+                (row, use.slot, span.document, span.start, span.length)
+                for row, use in enumerate(uses)
+                for span in use.spans
+            ]
+            assert not part.source.any()
+            for row in range(len(uses)) if "doc_ids" in batch else ():
+                own = part.batch_row == row
+                columns = np.repeat(part.segment[own], part.length[own])[: batch["doc_ids"].shape[1]]
+                assert batch["doc_ids"][row][batch["doc_ids"][row] >= 0].tolist() == columns.tolist()
+
+
 def check_run(made, run, kind, packing, fate):
     plan = run.plan()
     main, other = made[kind], made[f"{kind}-other"]
@@ -392,6 +432,8 @@ def check_run(made, run, kind, packing, fate):
         for span in use.spans
     ]
     assert sorted(inverse, key=repr) == sorted(named, key=repr)
+    check_when_many(plan, named)
+    check_attribution(run)
     for step in range(plan.steps):
         check_strips(main, run, step, fate)
     # Evals deliver what they name, of documents that they may have, and no step trains on what is held out.

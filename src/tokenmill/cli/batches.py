@@ -24,7 +24,7 @@ from tokenmill.view.tables import Table
 if TYPE_CHECKING:
     from tokenmill.encode.tokenizer import Tokenizer
     from tokenmill.loader import Loader
-    from tokenmill.plan.plan import RowUse
+    from tokenmill.plan.uses import RowUse
     from tokenmill.store import Origin, Store
     from tokenmill.types import Span
 

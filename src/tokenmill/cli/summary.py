@@ -11,8 +11,8 @@ from rich.text import Text
 from tokenmill.view.tables import Table, batch_size, megabytes, totals
 
 if TYPE_CHECKING:
-    from tokenmill.plan.plan import RowUse
     from tokenmill.plan.report import SourceShare
+    from tokenmill.plan.uses import RowUse
     from tokenmill.run.reading import ReadingReport
     from tokenmill.run.report import RunReport
 

@@ -18,8 +18,8 @@ from tokenmill.loader.balance import balance, group_edges, step_costs, waiting
 from tokenmill.loader.layout import Layout, RankSlice
 from tokenmill.packing import RecordRows
 from tokenmill.packing.rows import StoredRows
-from tokenmill.plan.plan import RowUse
 from tokenmill.plan.stages import Stage
+from tokenmill.plan.uses import RowUse
 from tokenmill.run.run import Run
 from tokenmill.store import Store
 from tokenmill.types import AnyArray, Batch, BoolArray, Int64Array, Span, token_arrays

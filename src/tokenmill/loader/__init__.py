@@ -7,6 +7,7 @@
 """
 
 from tokenmill.loader.assemble import RECORD_ARRAYS
+from tokenmill.loader.attribution import NO_DOCUMENT, Attribution
 from tokenmill.loader.kernels import IGNORE
 from tokenmill.loader.layout import Layout, RankSlice
 from tokenmill.loader.loader import (
@@ -25,7 +26,9 @@ __all__ = [
     "ARRAYS",
     "DIGEST_ARRAYS",
     "IGNORE",
+    "NO_DOCUMENT",
     "RECORD_ARRAYS",
+    "Attribution",
     "Layout",
     "Loader",
     "LoaderOptions",

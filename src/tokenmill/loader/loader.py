@@ -22,6 +22,7 @@ import xxhash
 from tokenmill.errors import ConfigError, PlanError, ResumeError, nearest
 from tokenmill.fingerprint import digest
 from tokenmill.loader import assemble
+from tokenmill.loader.attribution import Attribution, attribute
 from tokenmill.loader.balance import BALANCE_VERSION, Balancer
 from tokenmill.loader.drawn import DrawnSources, Lanes
 from tokenmill.loader.layout import RankSlice
@@ -29,7 +30,7 @@ from tokenmill.loader.metrics import Meter, measure
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
 from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.plan import Plan, TokensSeen
-from tokenmill.plan.stages import Stage, StageSpec, as_step
+from tokenmill.plan.stages import Stage, StageSpec, as_step, rows_at
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.types import ARRAYS, POSITIONS, Batch, Int64Array, distinct
 
@@ -258,6 +259,20 @@ class Loader:
             return batch | block.columns(0, block.num_rows, self.options.columns)
         finally:
             block.release()
+
+    def attribution(self, step: int) -> Attribution:
+        """Return which tokens of which documents this rank trains on in a step, as arrays.
+
+        Only the spans of rows are computed: no token is read. For live text, the entry of a row has document -1.
+
+        Raises:
+            PlanError: The run has no such step, or skips it.
+        """
+        step = as_step(step)
+        stage = self.plan.trained_stage(step)
+        batches = self.part.batches(stage)
+        (steps, slots), source_rows = self._places(stage, (step - stage.spec.start_step) * batches, batches)
+        return attribute(self._stored(stage), slots, *(source_rows or rows_at(stage, steps, slots)))
 
     def _finished(self, block: assemble.Block, number: int, batch: Batch) -> Batch:
         """Return a batch without the padding that none of its rows needs, and with the columns of its records."""

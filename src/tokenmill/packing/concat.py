@@ -29,7 +29,7 @@ from tokenmill.packing.index import (
 from tokenmill.packing.packers import Policy
 from tokenmill.packing.rows import LOSS_MASK, StoredRows, count_held, count_ones, follow, locate
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
-from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, distinct
+from tokenmill.types import NO_DOCUMENTS, AnyArray, Fates, Int64Array, Spans, counted_from, distinct
 
 if TYPE_CHECKING:
     from tokenmill.plan.stages import CountedRows, Seen
@@ -156,19 +156,16 @@ class ConcatRows(StoredRows):
         last = np.minimum(blocks + block_rows, self.num_rows) * self.seq_len
         return self.holes.opened(blocks * self.seq_len), self.holes.opened(last) + 1
 
-    def rows_of(self, document: int) -> Int64Array:
-        """Return the rows that hold a token of a document, in ascending order; none for an empty document."""
-        begin, end = self.store.document_bounds(document)
-        if begin == end or are_excluded(self.excluded, np.array([document]))[0]:
-            return np.empty(0, np.int64)
-        return self.rows_within(begin, end)
-
-    def holds(self, documents: Int64Array) -> BoolArray:
-        """Return whether any row holds a token of each document."""
-        shard, first, length = locate(self.store, documents)
-        begins = self.holes.closed(self.store.token_begins[shard] + first)
-        held = (length > 0) & (begins <= self.num_rows * self.seq_len) & (self.num_rows > 0)
-        return held & ~are_excluded(self.excluded, documents)
+    def rows_of(self, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold tokens of documents, and the index in `documents` that each row is for."""
+        self.check_documents(documents)
+        shard, token, length = locate(self.store, documents)
+        begin = self.store.token_begins[shard] + token
+        first = np.maximum(0, -(-(self.holes.closed(begin) - self.seq_len) // self.seq_len))
+        last = np.minimum(self.num_rows - 1, (self.holes.closed(begin + length) - 1) // self.seq_len)
+        held = (length > 0) & ~are_excluded(self.excluded, documents)
+        count = np.maximum(0, last - first + 1) * held
+        return counted_from(first, count), np.repeat(np.arange(documents.size), count)
 
     def rows_of_window(self, window: int, offsets: Int64Array) -> Int64Array:  # noqa: ARG002 - as `PackedRows` has it
         """Return the rows that hold documents with these offsets; they may hold others beside them."""

@@ -61,6 +61,7 @@ from tokenmill.types import (
     Uint16Array,
     Uint32Array,
     counted_from,
+    distinct,
 )
 
 T = TypeVar("T")
@@ -269,27 +270,30 @@ class WindowIndex:
         """Return the rows that hold the documents of a window."""
         return np.arange(int(self.table[window, ROW]), int(self.table[window + 1, ROW]))
 
-    def rows_of(self, document: int, where: str) -> Int64Array:
-        """Return the rows that hold a token of a document, in ascending order."""
-        window, local = divmod(document, MAX_DOCUMENTS)
-        self._prove(np.array([window]), where)
-        starts, documents = self._pieces(window)
-        holding = np.searchsorted(starts, np.flatnonzero(documents == local), side="right") - 1
-        self._check_file()
-        return int(self.table[window, ROW]) + np.unique(holding)
-
-    def holds(self, documents: Int64Array, where: str) -> BoolArray:
-        """Return whether any row holds a token of each document; every window of theirs is read once."""
-        windows, held = documents // MAX_DOCUMENTS, np.zeros(documents.size, np.bool_)
-        if not documents.size:
-            return held
+    def rows_of(self, documents: Int64Array, where: str) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold tokens of documents, and the index in `documents` that each row is for."""
+        order = np.argsort(documents, kind="stable")
+        windows = documents[order] // MAX_DOCUMENTS
         self._prove(windows, where)
-        order = np.argsort(windows, kind="stable")
-        numbers, firsts = np.unique(windows[order], return_index=True)
-        for window, inside in zip(numbers.tolist(), np.split(order, firsts[1:]), strict=True):
-            held[inside] = np.isin(documents[inside] - window * MAX_DOCUMENTS, self._pieces(window)[1])
+        rows, owners = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for window in distinct(windows).tolist():
+            inside = order[slice(*np.searchsorted(windows, [window, window + 1]))]
+            starts, pieces = self._pieces(window)
+            # Pieces in the order of documents; those of one document ascend.
+            by_document = np.argsort(pieces, kind="stable")
+            local = documents[inside] - window * MAX_DOCUMENTS
+            first, last = (np.searchsorted(pieces[by_document], local, side=side) for side in ("left", "right"))
+            holding = np.searchsorted(starts, by_document[counted_from(first, last - first)], side="right") - 1
+            owner = np.repeat(inside, last - first)
+            # A row may hold several pieces of a document.
+            new = np.ones(owner.size, np.bool_)
+            new[1:] = (owner[1:] != owner[:-1]) | (holding[1:] != holding[:-1])
+            rows.append(int(self.table[window, ROW]) + holding[new])
+            owners.append(owner[new])
         self._check_file()
-        return held
+        owner = np.concatenate(owners)
+        by_owner = np.argsort(owner, kind="stable")
+        return np.concatenate(rows)[by_owner], owner[by_owner]
 
     def _pieces(self, window: int) -> tuple[Uint32Array, Uint16Array]:
         """Return the first piece of each row of a window, and the document of each piece, within the window."""

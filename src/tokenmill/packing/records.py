@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from tokenmill.errors import ConfigError, PlanError
+from tokenmill.errors import ConfigError
 from tokenmill.packing.index import (
     QUARANTINED,
     Holes,
@@ -224,20 +224,22 @@ class RecordRows(StoredRows):
         """Return whether a row of an epoch holds each record."""
         return np.equal(self.holes.opened(self.holes.closed(records)), records)
 
-    def holds(self, documents: Int64Array) -> BoolArray:
-        """Return whether any row holds each record."""
-        return self._have_rows(documents) | np.isin(documents, self.rest)
+    def rows_of(self, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the row of each record, and that of the rest which holds it, with the index in `documents`."""
+        self.check_documents(documents)
+        kept = np.flatnonzero(self._have_rows(documents))
+        left, of_left = self._rest_of(documents)
+        owner = np.concatenate([kept, of_left])
+        order = np.argsort(owner, kind="stable")
+        return np.concatenate([self.holes.closed(documents[kept]), left])[order], owner[order]
 
-    def rows_of(self, document: int) -> Int64Array:
-        """Return the row of a record, and that of the rest which holds it as well, if one does."""
-        if not 0 <= document < self.store.num_documents:
-            raise PlanError(
-                f"{self.store.path}: a record must lie within 0:{self.store.num_documents}, got {document}; "
-                "count from 0"
-            )
-        record = np.array([document])
-        row = self.holes.closed(record)[self._have_rows(record)]
-        return np.concatenate([row, np.flatnonzero(self.rest == document) + self.num_rows])
+    def _rest_of(self, records: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the rows of the rest that hold records, and the index in `records` of each."""
+        places = np.argsort(self.rest, kind="stable")
+        left = np.searchsorted(self.rest, records, side="left", sorter=places)
+        in_rest = left < self.rest.size
+        in_rest[in_rest] = self.rest[places[left[in_rest]]] == records[in_rest]
+        return places[left[in_rest]] + self.num_rows, np.flatnonzero(in_rest)
 
     def rows_within_shard(
         self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
@@ -251,12 +253,10 @@ class RecordRows(StoredRows):
         count = np.maximum(0, last - first + 1)
         records, owner = counted_from(first, count), np.repeat(np.arange(begins.size), count)
         kept = self._have_rows(records)
-        places = np.argsort(self.rest, kind="stable")
-        left = np.searchsorted(self.rest, records, side="left", sorter=places)
-        in_rest = left < self.rest.size
-        in_rest[in_rest] = self.rest[places[left[in_rest]]] == records[in_rest]
-        rows = np.concatenate([self.holes.closed(records[kept]), places[left[in_rest]] + self.num_rows])
-        return rows, np.concatenate([owner[kept], owner[in_rest]])
+        left, of_left = self._rest_of(records)
+        return np.concatenate([self.holes.closed(records[kept]), left]), np.concatenate(
+            [owner[kept], owner[of_left]]
+        )
 
     def records(self, rows: Int64Array) -> Int64Array:
         """Return the record that each row holds."""

@@ -153,7 +153,16 @@ class StoredRows(Counted):
 
     def holds(self, documents: Int64Array) -> BoolArray:
         """Return whether any row holds a token of each document."""
-        return np.array([self.rows_of(document).size > 0 for document in documents.tolist()], np.bool_)
+        return np.bincount(self.rows_of(documents)[1], minlength=documents.size) > 0
+
+    def check_documents(self, documents: Int64Array) -> None:
+        """Raise if a document is not in the store."""
+        size = self.store.num_documents
+        outside = documents[(documents < 0) | (documents >= size)]
+        if outside.size:
+            raise PlanError(
+                f"{self.store.path}: a document must lie within 0:{size}, got {int(outside[0])}; count from 0"
+            )
 
     def check_rows(self, rows: Int64Array) -> None:
         """Refuse rows that there are not."""
@@ -237,18 +246,10 @@ class PackedRows(StoredRows):
         """Return the rows that hold the documents of a window."""
         return self.index.rows_of_window(window)
 
-    def rows_of(self, document: int) -> Int64Array:
-        """Return the rows that hold a token of a document, in ascending order."""
-        if not 0 <= document < self.store.num_documents:
-            raise PlanError(
-                f"{self.store.path}: a document must lie within 0:{self.store.num_documents}, got {document}; "
-                "count from 0"
-            )
-        return self.index.rows_of(document, str(self.store.path))
-
-    def holds(self, documents: Int64Array) -> BoolArray:
-        """Return whether any row holds a token of each document."""
-        return self.index.holds(documents, str(self.store.path))
+    def rows_of(self, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold tokens of documents, and the index in `documents` that each row is for."""
+        self.check_documents(documents)
+        return self.index.rows_of(documents, str(self.store.path))
 
     def rows_within_shard(
         self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
@@ -411,13 +412,13 @@ class FollowingRows(StoredRows):
         """Return the rows of an epoch, preceded by what is left of another."""
         return self.full.following(previous, seen)
 
-    def rows_of(self, document: int) -> Int64Array:
-        """Return the rows that hold a token of a document, those of the rest last."""
-        return np.concatenate([self.full.rows_of(document), self.rest.rows_of(document) + self.num_rows])
-
-    def holds(self, documents: Int64Array) -> BoolArray:
-        """Return whether any row of an epoch or of the rest holds a token of each document."""
-        return self.full.holds(documents) | self.rest.holds(documents)
+    def rows_of(self, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold tokens of documents, and the index in `documents` that each row is for."""
+        rows, owner = self.full.rows_of(documents)
+        left, of_left = self.rest.rows_of(documents)
+        owner = np.concatenate([owner, of_left])
+        order = np.argsort(owner, kind="stable")
+        return np.concatenate([rows, left + self.num_rows])[order], owner[order]
 
     def rows_within_shard(
         self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
@@ -644,10 +645,10 @@ class TakenRows(StoredRows):
         """Return what the given rows hold."""
         return self.rows.held(self._split(rows)[1])
 
-    def rows_of(self, document: int) -> Int64Array:
-        """Return the rows that hold a token of a document, in ascending order."""
-        rows = self.rows.rows_of(document)
-        return rows[rows < self.taken]
+    def rows_of(self, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold tokens of documents, and the index in `documents` that each row is for."""
+        rows, owner = self.rows.rows_of(documents)
+        return rows[rows < self.taken], owner[rows < self.taken]
 
     def rows_within_shard(
         self, axis: str, shard: int, begins: Int64Array, ends: Int64Array

@@ -7,8 +7,9 @@
 """
 
 from tokenmill.plan.order import Shuffle
-from tokenmill.plan.plan import Moment, Plan, RowUse, compile_plan
+from tokenmill.plan.plan import Moment, Plan, compile_plan
 from tokenmill.plan.stages import CountedRows, Ramp, Rows, Stage, StageSpec
+from tokenmill.plan.uses import DocumentUses, RowUse
 
-__all__ = ["CountedRows", "Moment", "Plan", "Ramp", "RowUse", "Rows"]
+__all__ = ["CountedRows", "DocumentUses", "Moment", "Plan", "Ramp", "RowUse", "Rows"]
 __all__ += ["Shuffle", "Stage", "StageSpec", "compile_plan"]

@@ -40,25 +40,9 @@ from tokenmill.plan.stages import (
     as_step,
     rows_at,
     stage_at,
-    uses_in_stage,
 )
-from tokenmill.types import Float64Array, Int64Array, Span
-
-# What a step is made of, and when a document is seen.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RowUse:
-    """One row of one batch."""
-
-    step: int
-    slot: int
-    """Index of the row in the global batch of the step."""
-    source: str
-    row: int
-    """Index of the row in its source."""
-    spans: tuple[Span, ...]
-
+from tokenmill.plan.uses import DocumentUses, RowUse, as_row_uses, find_uses
+from tokenmill.types import Float64Array, Int64Array
 
 MAX_ROWS = 1 << 62
 """Of a run, so that a position fits 64 bits."""
@@ -243,28 +227,35 @@ class Plan:
         return step
 
     def when(self, source: str, document: int) -> tuple[RowUse, ...]:
-        """Return every step and slot at which a document is seen, over the whole run, with its own spans alone."""
-        if source not in self.sources:
-            raise PlanError(f"source: must be one of the plan's, got {source!r}; {nearest(source, self.sources)}")
+        """Return every step and slot of the run that uses a document, with the spans of that document alone."""
         document = whole("document", document, PlanError, "count from 0")
-        uses: list[RowUse] = []
-        for stage in self.stages:
-            if source not in stage.names or stage.spec.skipped is not None:
-                continue
-            index = stage.counted(source)
-            rows = index.rows_of(document)
-            spans = index.spans(rows)
-            own = {
-                row: tuple(span for span in spans.row(i) if span.document == document)
-                for i, row in enumerate(rows.tolist())
-            }
-            uses += [
-                RowUse(step=step, slot=slot, source=source, row=row, spans=own[row])
-                for step, slot, row in zip(
-                    *(part.tolist() for part in uses_in_stage(stage, source, rows)), strict=True
-                )
-            ]
-        return tuple(uses)
+        return tuple(as_row_uses(self.when_many(source, np.array([document])), source))
+
+    def when_many(
+        self,
+        source: str,
+        documents: Int64Array,
+        starts: Int64Array | None = None,
+        ends: Int64Array | None = None,
+    ) -> DocumentUses:
+        """Return every use of token ranges of documents of a source, over the whole run.
+
+        Args:
+            source: Name of the source.
+            documents: Number of the document of each range.
+            starts: First token of each range, counted from the first token of its document; by default 0.
+            ends: End of each range, exclusive; by default the end of the document.
+
+        Returns:
+            Arrays with one entry per span that holds a token of a range in a step that is trained on. Rows of
+            pairs and groups are found by the tokens of their first array.
+
+        Raises:
+            PlanError: A source, document or range does not exist, or the source is live text.
+        """
+        if source not in self.sources:
+            raise PlanError(f"unknown source: {source!r}; {nearest(source, self.sources)}")
+        return find_uses(self.stages, source, documents, starts, ends)
 
     def describe(self, step: int | None = None) -> dict[str, Any]:
         """Return what decides the batches before `step` (default: all of them), as JSON."""

@@ -483,8 +483,11 @@ class CountedRows(Rows, Protocol):
         """Return what the given rows are made of, in the order given."""
         ...
 
-    def rows_of(self, document: int) -> Int64Array:
-        """Return the rows that hold a token of a document, in ascending order."""
+    def rows_of(self, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return the rows that hold tokens of documents, and the index in `documents` that each row is for.
+
+        Rows are ordered by that index, then ascending; a document that no row holds has none.
+        """
         ...
 
 

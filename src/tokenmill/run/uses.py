@@ -12,7 +12,7 @@ from tokenmill.inspect.stores import text_of
 from tokenmill.types import AnyArray, Span
 
 if TYPE_CHECKING:
-    from tokenmill.plan.plan import RowUse
+    from tokenmill.plan.uses import RowUse
     from tokenmill.run.run import Run
     from tokenmill.store import Origin, Record, Store
 
