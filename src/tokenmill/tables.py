@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -257,43 +257,6 @@ def _wanted(hint: Any) -> str:  # noqa: ANN401, PLR0911 - what a hint is; a line
     if origin is not None and hint != Number:
         return f"a table of {_WORDS[inner[-1]]}" if inner[-1] in _WORDS else "a table"
     return "true or false" if hint is bool else f"a {_WORDS.get(hint, 'tables').removesuffix('s')}"
-
-
-# Fields of records by name.
-
-
-def field_path(name: str, fields: Container[str]) -> list[str]:
-    """Return where a named field is: a field of that very name first, else the path that the dots separate.
-
-    Every reader of records asks this function, so that a name means the same in every format.
-
-    >>> field_path("meta.text", ["id", "meta"]), field_path("meta.text", ["meta", "meta.text"])
-    (['meta', 'text'], ['meta.text'])
-    """
-    return [name] if name in fields else name.split(".")
-
-
-def field_of(record: Mapping[str, Any], name: str) -> Any:  # noqa: ANN401 - what JSON holds
-    """Return the value of a named field; None where there is none.
-
-    >>> field_of({"meta": {"text": "nested"}}, "meta.text"), field_of({"meta": "a"}, "meta.text")
-    ('nested', None)
-    """
-    if name in record:  # as nearly always, and four times as fast
-        return record[name]
-    value: Any = record
-    for part in field_path(name, record):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
-def top_fields(names: Iterable[str]) -> list[str]:
-    """Return the top-level fields to read for named fields, each once.
-
-    >>> top_fields(["id", "meta.text"])
-    ['id', 'meta.text', 'meta']
-    """
-    return list(dict.fromkeys(top for name in names for top in (name, name.split(".")[0])))
 
 
 # Texts of files, which may be of any size.

@@ -16,7 +16,7 @@ from tests.documents.corpora import read, records_of, tar_of, texts_of
 
 from tokenmill.documents.lines import read_values
 from tokenmill.documents.units import ReadOptions
-from tokenmill.tables import field_of, top_fields
+from tokenmill.fields import field_of, top_fields
 
 
 def csv_of(records, delimiter=","):

@@ -62,11 +62,12 @@ from tokenmill.encode.recipe import RULES as RECIPE_RULES
 from tokenmill.encode.recipe import WAYS_OUT, Recipe
 from tokenmill.encode.recipe.encoder import ANSWERS_CUT, TOO_LONG
 from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreError, TokenmillError, warn
+from tokenmill.fields import top_fields
 from tokenmill.fingerprint import digest
 from tokenmill.store.files import make_folder, write_atomically
 from tokenmill.store.layout import TOKENIZER_FOLDER, read_manifest
 from tokenmill.store.lease import Lease, leased_folder
-from tokenmill.tables import check_types, is_address, path_of, top_fields
+from tokenmill.tables import check_types, is_address, path_of
 from tokenmill.types import Uint8Array
 
 

@@ -50,10 +50,11 @@ from tokenmill.errors import (
     TokenmillError,
     warn,
 )
+from tokenmill.fields import top_fields
 from tokenmill.store import StoreSpec
 from tokenmill.store.files import write_atomically
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
-from tokenmill.tables import as_json, path_of, read_table, top_fields
+from tokenmill.tables import as_json, path_of, read_table
 from tokenmill.types import Uint8Array
 
 if TYPE_CHECKING:

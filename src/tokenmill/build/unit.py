@@ -30,12 +30,13 @@ from tokenmill.encode.recipe.encoder import TOO_LONG
 from tokenmill.encode.recipe.recipe import Preprocessing
 from tokenmill.encode.tokenizer import Tokenizer, frame, with_second_bos
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError
+from tokenmill.fields import field_of
 from tokenmill.store import StoreSpec
 from tokenmill.store.files import make_folder, sync_folder, write_parts, write_parts_atomically
 from tokenmill.store.lease import has_ended, this_process
 from tokenmill.store.origins import OriginCheckpoint, OriginWriter
 from tokenmill.store.writer import ShardSeries, token_starts
-from tokenmill.tables import as_json, field_of, read_table
+from tokenmill.tables import as_json, read_table
 from tokenmill.types import RECORD_TYPES, AnyArray, Int64Array, Records, Refused, Uint8Array
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ import msgspec
 
 from tokenmill.documents import units
 from tokenmill.errors import DocumentError, nearest
-from tokenmill.tables import field_path
+from tokenmill.fields import field_path
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -12,7 +12,7 @@ import msgspec
 import simdjson
 
 from tokenmill.documents import units
-from tokenmill.tables import field_of, field_path
+from tokenmill.fields import field_of, field_path
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LARGE_BYTES = 8 << 20

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import ConfigError, TokenizerError, nearest
+from tokenmill.fields import surrogate_in
 from tokenmill.fingerprint import digest
 from tokenmill.types import AnyArray, BoolArray, Encoded, Int64Array
 
@@ -289,15 +290,6 @@ def checked_ids(ids: AnyArray, identity: TokenizerIdentity) -> AnyArray:
             "open the tokenizer that gave them"
         )
     return array
-
-
-def surrogate_in(text: str) -> int | None:
-    """Return where the first lone surrogate of a text is, which cannot be written as UTF-8; None: it has none."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return error.start
-    return None
 
 
 def refuse_surrogates(texts: Sequence[str]) -> None:

@@ -22,8 +22,8 @@ from tokenmill.encode.chat.tracked import (
     seeking,
     too_much_memory,
 )
-from tokenmill.encode.tokenizer import surrogate_in
 from tokenmill.errors import ConfigError
+from tokenmill.fields import surrogate_in
 
 if TYPE_CHECKING:  # conversations are made where no template is opened, and jinja2 takes time to load
     from jinja2.environment import Template

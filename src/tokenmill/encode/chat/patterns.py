@@ -45,7 +45,8 @@ from tokenmill.encode.chat.render import (
 from tokenmill.encode.chat.sample import first_call, neighbours
 from tokenmill.encode.chat.template import ChatTemplate, PlainEnvironment
 from tokenmill.encode.chat.tracked import BLOCK_BEGIN, BLOCK_END, MAX_STEPS, budget, during, showing_blocks
-from tokenmill.encode.tokenizer import control_pattern, surrogate_in
+from tokenmill.encode.tokenizer import control_pattern
+from tokenmill.fields import surrogate_in
 
 _MAX_PARTS = _MAX_SHAPES = 1 << 14
 _MAX_CHARS, _MAX_MESSAGES, _MAX_STEPS = 1 << 18, 256, MAX_STEPS // 16

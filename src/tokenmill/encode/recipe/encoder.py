@@ -22,12 +22,11 @@ from tokenmill.encode.tokenizer import (
     frame,
     offsets_of,
     place,
-    surrogate_in,
     token_dtype,
     with_second_bos,
 )
 from tokenmill.errors import ConfigError, TokenizerError
-from tokenmill.tables import field_of
+from tokenmill.fields import field_of, surrogate_in
 from tokenmill.types import (
     STORED_ARRAYS,
     AnyArray,

@@ -23,7 +23,7 @@ from tokenmill.encode.recipe.recipe import (
     Variant,
 )
 from tokenmill.errors import nearest
-from tokenmill.tables import field_of
+from tokenmill.fields import field_of, json_kind
 
 Record: TypeAlias = Mapping[str, Any]
 
@@ -54,14 +54,14 @@ def messages_of(value: object, role: str | None, field: str, names: Names = _OWN
     if isinstance(value, Mapping) and role is not None:
         value = [value]
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
-        got = "an empty list" if isinstance(value, list) else _kind_name(value)
+        got = "an empty list" if isinstance(value, list) else json_kind(value)
         raise Refusal("not_messages", f"field {field!r} is {got}")
     return [_message(item, f"{field}[{index}]", names) for index, item in enumerate(value)]
 
 
 def _message(item: object, where: str, names: Names) -> Message:
     if not isinstance(item, Mapping):
-        raise Refusal("not_messages", f"{where} is {_kind_name(item)}")
+        raise Refusal("not_messages", f"{where} is {json_kind(item)}")
     # Columns of a table give null for what a message does not have; a template would take it for a value.
     message = {name: value for name, value in item.items() if value is not None}
     for key, theirs in names.keys.items():
@@ -107,7 +107,7 @@ def options_of(value: object) -> Mapping[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise Refusal("options", f"field {OPTIONS!r} is {_kind_name(value)}")
+        raise Refusal("options", f"field {OPTIONS!r} is {json_kind(value)}")
     return {name: item for name, item in value.items() if item is not None}
 
 
@@ -116,7 +116,7 @@ def with_system(messages: list[Message], text: object) -> list[Message]:
     if text is None or text == "":
         return messages
     if not isinstance(text, str):
-        raise Refusal("not_text", f"field {SYSTEM!r} is {_kind_name(text)}")
+        raise Refusal("not_text", f"field {SYSTEM!r} is {json_kind(text)}")
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": text}, *messages]
     if "".join(texts_of(messages[0])) != text:
@@ -132,7 +132,7 @@ def with_history(messages: list[Message], turns: object) -> list[Message]:
     for index, pair in enumerate(turns if isinstance(turns, Sequence) and not isinstance(turns, str) else [turns]):
         is_pair = isinstance(pair, Sequence) and not isinstance(pair, str) and len(pair) == 2
         if not is_pair or not all(isinstance(text, str) for text in pair):
-            raise Refusal("not_messages", f"{HISTORY}[{index}] is no question and answer, but {_kind_name(pair)}")
+            raise Refusal("not_messages", f"{HISTORY}[{index}] is no question and answer, but {json_kind(pair)}")
         earlier += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
     at = 1 if messages[0]["role"] == "system" else 0
     return [*messages[:at], *earlier, *messages[at:]]
@@ -164,7 +164,7 @@ def tools_of(value: object, field: str) -> Sequence[Message] | None:
     if not value:
         return None
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
-        raise Refusal("tools", f"field {field!r} is {_kind_name(value)}")
+        raise Refusal("tools", f"field {field!r} is {json_kind(value)}")
     return value
 
 
@@ -181,12 +181,6 @@ def texts_of(value: object, depth: int = 8) -> list[str]:
     if isinstance(value, Sequence) and depth:
         return [text for item in value for text in texts_of(item, depth - 1)]
     return []
-
-
-def _kind_name(value: object) -> str:
-    """Name the kind of a value for people."""
-    kinds = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return kinds.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
 # What a source takes from a record.
@@ -302,7 +296,7 @@ class SourceReader:
         if not self.listed:
             return [values]
         if not isinstance(values, Sequence) or isinstance(values, str):
-            raise Refusal("not_text", f"field {section.field!r} is {_kind_name(values)}, no list")
+            raise Refusal("not_text", f"field {section.field!r} is {json_kind(values)}, no list")
         if not values:
             raise Refusal("empty_group", f"field {section.field!r} is an empty list")
         return values
@@ -326,7 +320,7 @@ class SourceReader:
 def _no_text(value: object, name: str) -> Refusal:
     if value is None:
         return Refusal("missing_field", f"no field {name!r}, or null")
-    return Refusal("not_text", f"field {name!r} is {_kind_name(value)}")
+    return Refusal("not_text", f"field {name!r} is {json_kind(value)}")
 
 
 # Which variant of a recipe reads a record.

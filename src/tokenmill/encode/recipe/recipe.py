@@ -20,6 +20,7 @@ from tokenmill.encode.chat.conversation import ROLES
 from tokenmill.encode.fim import Fim
 from tokenmill.encode.tokenizer import ControlPolicy, Framing
 from tokenmill.errors import ConfigError, nearest
+from tokenmill.fields import top_fields
 from tokenmill.tables import (
     MAX_CONFIG_BYTES,
     MAX_NUMBER,
@@ -29,7 +30,6 @@ from tokenmill.tables import (
     check_keys,
     read_bytes,
     read_table,
-    top_fields,
 )
 from tokenmill.types import STORED_ARRAYS, TRAINING_TYPES
 
