@@ -27,8 +27,9 @@ from tokenmill.packing.index import (
     holes_of,
 )
 from tokenmill.packing.packers import Policy
-from tokenmill.packing.rows import LOSS_MASK, StoredRows, count_held, count_ones, follow, locate
+from tokenmill.packing.rows import LOSS_MASK, StoredRows, count_held, count_ones, follow
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
+from tokenmill.store.locate import locate
 from tokenmill.types import NO_DOCUMENTS, AnyArray, Fates, Int64Array, Spans, counted_from, distinct
 
 if TYPE_CHECKING:

@@ -21,8 +21,9 @@ from tokenmill.packing.index import (
     holes_of,
 )
 from tokenmill.packing.packers import DROP, FORBID
-from tokenmill.packing.rows import StoredRows, count_held, count_ones, describe_seen, items_within, locate
+from tokenmill.packing.rows import StoredRows, count_held, count_ones, describe_seen
 from tokenmill.plan.stages import Held
+from tokenmill.store.locate import items_within, locate
 from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, token_arrays
 
 if TYPE_CHECKING:

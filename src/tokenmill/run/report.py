@@ -24,7 +24,7 @@ from tokenmill.loader.balance import balance, group_edges, step_costs, waiting
 from tokenmill.packing.concat import ConcatRows
 from tokenmill.packing.index import QUARANTINED, are_excluded
 from tokenmill.packing.records import RecordRows, responses_of
-from tokenmill.packing.rows import FollowingRows, PackedRows, count_ones, locate
+from tokenmill.packing.rows import FollowingRows, PackedRows, count_ones
 from tokenmill.plan.plan import Plan, slots_before
 from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage
@@ -33,6 +33,7 @@ from tokenmill.run.history import read_history
 from tokenmill.run.run import EpochCount, Run
 from tokenmill.store import Store
 from tokenmill.store.layout import token_keys
+from tokenmill.store.locate import locate
 from tokenmill.tables import as_json
 from tokenmill.types import (
     MASK_KEYS,

@@ -16,12 +16,12 @@ import torch
 
 from tokenmill.adapters.torch import read_windows
 from tokenmill.errors import ConfigError, PlanError, StoreError, StoreMissingError, nearest
-from tokenmill.packing.rows import locate
 from tokenmill.store import Store as TokenStore
 from tokenmill.store import open_store, read_manifest
 from tokenmill.store.foreign.files import files_of, find_files
 from tokenmill.store.foreign.formats import written_positions
 from tokenmill.store.layout import GIVEN, UNKNOWN, is_ours, key_file
+from tokenmill.store.locate import locate
 from tokenmill.store.maps import FileRequest, MemoryRequest
 from tokenmill.store.ranges import RangeRequest, read_range
 from tokenmill.store.writer import POSITION_IDS
