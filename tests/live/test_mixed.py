@@ -639,5 +639,5 @@ def test_more_shards_than_maps_beside_live_text_give_the_same_batches(folder, tm
         run = tm.Run.from_toml(tmp_path / f"{name}.toml")
         (loader,) = open_loaders(run, micro_batch=4, arrays=arrays)
         drawn.append([{name: array.tobytes() for name, array in batch.items()} for batch in loader])
-    assert run.stores["books"].num_shards > run.stores["books"].maps.limit // 2  # what a block may hold
+    assert run.stores["books"].num_shards > run.stores["books"]._maps.limit // 2  # what a block may hold
     assert drawn[0] == drawn[1]

@@ -79,8 +79,8 @@ def test_many_more_shards_than_maps_give_the_same_batches(make_run, global_batch
     run = make_run(max_tokens_per_shard=8)
     assert sum(store.num_shards for store in run.stores.values()) > 150
     drawn = global_batches(run, micro_batch=12, threads=0)
-    maps = run.stores["web"].maps
-    assert maps is run.stores["books"].maps
+    maps = run.stores["web"]._maps
+    assert maps is run.stores["books"]._maps
     assert len(maps._maps) <= 64
     whole = open_store(run.folder / "web")
     assert whole.num_shards > 100

@@ -244,7 +244,7 @@ def test_iterations_that_are_given_up_keep_no_maps(make_run):
             break
     del loader
     gc.collect()
-    maps = run.stores["web"].maps
+    maps = run.stores["web"]._maps
     assert len(maps._maps) <= 64
     assert [sys.getrefcount(file) for file in maps._maps.values()] == [3] * len(maps._maps)  # the cache alone
 

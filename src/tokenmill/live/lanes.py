@@ -80,13 +80,11 @@ class LaneWindow:
     """What was left out, also of windows without rows that were passed over."""
 
 
-def find_window(
-    source: LiveSource, windows: Windows, request: WindowRequest, show: Show, *, ahead: int = 0
-) -> LaneWindow:
+def find_window(source: LiveSource, windows: Windows, request: WindowRequest, show: Show) -> LaneWindow:
     """Return the first window of a lane, from a position on, that has rows left.
 
-    Full rows have up to `ahead` tokens more, as `pack_window` says. The search ends after as many windows as there
-    are, or, where every epoch is the same, after one epoch: without text it would never end.
+    The search ends after as many windows as there are, or, where every epoch is the same, after one epoch: without
+    text it would never end.
     """
     lane, position = request.lane, request.position
     options = source.options.in_format(request.format)
@@ -106,7 +104,7 @@ def find_window(
                 f"{name}: must hold what it held when the state was saved, got other text; put the file back, or "
                 "start at step 0"
             )
-        rows = pack_window(tokenized, options, drawn, ahead)
+        rows = pack_window(tokenized, options, drawn)
         show(name)
         skipped += rows.skipped
         if rows.num_rows:
@@ -304,9 +302,8 @@ class LiveLanes:
         most = options.threads + 1 if options.ahead is None else max(options.ahead, options.threads)
         self._num_ahead = most if options.threads else 0
         """Windows that are made before they are needed."""
-        self._look_ahead = options.horizon - 1
         # Holds no reference to this object, which ends threads.
-        self._find = partial(find_window, source, windows, ahead=self._look_ahead)
+        self._find = partial(find_window, source, windows)
         self._format = source.options.format
         """In which rows were last asked for: in this format those of windows ahead are made."""
         self._threads: WindowThreads | None = None
@@ -422,7 +419,7 @@ class LiveLanes:
         """Pack what is left of the window that a lane holds in another format, without reading it; hold that."""
         drawn = lane.position.drawn
         lane.drop()
-        rows = pack_window(window.rows.tokenized, self.source.options.in_format(format), drawn, self._look_ahead)
+        rows = pack_window(window.rows.tokenized, self.source.options.in_format(format), drawn)
         self._note_skipped(rows.skipped)
         if not rows.num_rows:
             lane.go(_after(self.windows, number, window.epoch, window.turn))

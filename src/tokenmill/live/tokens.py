@@ -29,7 +29,7 @@ from tokenmill.packing.index import (
     whole_documents,
 )
 from tokenmill.packing.packers import DROP, FORBID, MAX_DOCUMENTS
-from tokenmill.packing.rows import look_ahead, unseen
+from tokenmill.packing.rows import unseen
 from tokenmill.plan.order import Shuffle
 from tokenmill.plan.permute import permute_all
 from tokenmill.plan.stages import Seen
@@ -258,14 +258,11 @@ class _Packed:
         return self.index.rows_of_window(window)
 
 
-def pack_window(
-    tokenized: Tokenized, options: LiveOptions, drawn: Sequence[DrawnRows] = (), ahead: int = 0
-) -> WindowRows:
+def pack_window(tokenized: Tokenized, options: LiveOptions, drawn: Sequence[DrawnRows] = ()) -> WindowRows:
     """Pack the documents of a window; or, where rows of it were drawn, those that are left.
 
     Where they were made in another format, what they have left is packed anew; the rows of `drawn` before the last
-    are of formats before that one. The same documents and options always give the same rows. A full row has
-    up to `ahead` tokens more, if its last document goes on: labels of inputs before them.
+    are of formats before that one. The same documents and options always give the same rows.
     """
     formats = [options.in_format(format) for format, _ in drawn]
     if not formats or formats[-1] != options:
@@ -290,7 +287,7 @@ def pack_window(
         _check_row(first, packed, tokenized)
     ids = np.ascontiguousarray(encoded.ids)
     return WindowRows(
-        lines=_lines(packed, order, ids, options.seq_len, 0 if options.policy.drops_ends else ahead),
+        lines=_lines(packed, order, ids),
         ids=ids,
         fates=packed.index.fates(formats[-1].policy),
         skipped=tuple(skipped),
@@ -392,13 +389,11 @@ def _without(encoded: Encoded, documents: Int64Array) -> Encoded:
     return Encoded(ids=encoded.ids[np.repeat(kept, lengths)], offsets=offsets)
 
 
-def _lines(packed: _Packed, order: Int64Array, ids: UnsignedArray, seq_len: int, ahead: int) -> list[bytes]:
+def _lines(packed: _Packed, order: Int64Array, ids: UnsignedArray) -> list[bytes]:
     """Find the spans of rows, and where their tokens are in memory; those of a row are one piece of bytes."""
     if not order.size:
         return []
     places = packed.spans(order)
-    if ahead:
-        places = look_ahead(places, seq_len, ahead, lambda documents: packed.store.locate(documents)[2])
     spans = np.empty((places.length.size, SPAN_COLUMNS), np.int64)
     describe_spans(spans, places.joined, places.length, ids.dtype.itemsize)
     address = np.array([ids.ctypes.data], np.int64)

@@ -264,19 +264,16 @@ class Block(ABC):
         index: Mapping[int, StoredRows],
         places: tuple[Int64Array, Int64Array],
         arrays: Sequence[str],
-        horizon: int = 1,
         fetching: FetchOptions | None = None,
         source_rows: tuple[Int64Array, Int64Array] | None = None,
     ) -> None:
         """Find the rows and spans at (steps, slots) of a stage; `index` is by source id, others are drawn.
 
-        Labels are the next `horizon` tokens. `source_rows` are the sources and rows at these places, where the
-        caller has computed them already.
+        `source_rows` are the sources and rows at these places, where the caller has computed them already.
         """
         self.stage = stage
         self.seq_len = stage.spec.seq_len
         self.arrays = tuple(arrays)
-        self.horizon = horizon
         self.steps, self.slots = places
         self.sources, self._row_ids = source_rows or rows_at(stage, *places)
         self._index = index
@@ -422,7 +419,7 @@ class Block(ABC):
             chosen = np.flatnonzero(self.sources == source) if len(present) > 1 else slice(None)
             if self.stage.by_block and rows.store._remotes:
                 around[source] = rows.whole_blocks(self._row_ids[chosen], self.stage.spec.shuffle.block_rows)
-            for key, spans in rows.fields(self._row_ids[chosen], self.horizon - 1).items():
+            for key, spans in rows.fields(self._row_ids[chosen]).items():
                 table = tables.setdefault(key, np.zeros((self.num_rows, 2), np.int64))
                 table[chosen, 0] = spans.first + sizes[key]
                 table[chosen, 1] = spans.count
@@ -570,10 +567,13 @@ class SequenceBlock(Block):
 
         `layout` says which columns of each row its batches have.
         """
-        super().__init__(stage, index, places, arrays, horizon, fetching, source_rows)
+        super().__init__(stage, index, places, arrays, fetching, source_rows)
+        self.horizon = horizon
         self._layout = layout or Layout()
         self._multiple = stage.segment_multiple
         self._width = self._layout.width(self.seq_len)
+        self._is_whole = horizon == 1 and self._width == self.seq_len
+        """Whether batches have all columns, and no labels beyond the next token, which are made from whole rows."""
         self._rows: dict[int, BufferPool] = {}
         """Memory for whole rows, of which batches have a part; by their number."""
         self._pad = self._pad if pad is None else pad
@@ -601,24 +601,29 @@ class SequenceBlock(Block):
         return array_shapes(self.arrays if arrays is None else arrays, rows, self._width, self.horizon)
 
     def _row_shapes(self, rows: int, arrays: Sequence[str]) -> Shapes:
-        return array_shapes(arrays, rows, self.seq_len, self.horizon)
+        if self.horizon > 1 and {"labels", "loss_mask"} & set(arrays):
+            arrays = [*({*arrays} - {"loss_mask"} | {"labels", "doc_ids"})]
+        return array_shapes(arrays, rows, self.seq_len)
 
     def _room(self, piece: _Piece) -> tuple[int, int]:
         spans = piece.places
-        return int(run_sums(spans.first, spans.count, spans.length).max(initial=0)), self.seq_len + self.horizon
+        return int(run_sums(spans.first, spans.count, spans.length).max(initial=0)), self.seq_len + 1
 
     def _fill(self, number: int, count: int, out: Batch, drawn: Sequence[RowsInMemory]) -> None:
         field, begin = self._field, number * count
         first = begin
         if drawn:
             field, first = self._with_drawn(begin, count, drawn), 0
-        rows = out if self._width == self.seq_len else self._whole_rows(count)
+        rows = out if self._is_whole else self._whole_rows(count)
         if self._whole is not None:
             for name, array in rows.items():
                 array[:] = self._whole[name][begin : begin + count]
         if drawn or self._whole is None:
             self._copy_field(field, first, begin, rows)
-        if rows is not out and self._layout.cut == "segments":
+        if self.horizon > 1 and "labels" in rows:
+            labels = kernels.labels_ahead(rows["labels"], rows["doc_ids"], self.horizon)
+            rows = {**rows, "labels": labels, "loss_mask": labels != kernels.IGNORE}
+        if self._width < self.seq_len and self._layout.cut == "segments":
             columns = self._layout.segment_columns(self._segments(field, number, count, cached=not drawn)[0])
             self._take_columns(rows, columns, out)
         elif rows is not out:
@@ -696,9 +701,12 @@ class SequenceBlock(Block):
             if self._whole is None:
                 self._copy(0, out)
                 self._check_files()
-            counts = (out["labels"] != kernels.IGNORE).sum(axis=1)
+            labels = out["labels"]
+            if self.horizon > 1:
+                labels = kernels.labels_ahead(labels, out["doc_ids"], self.horizon)
+            counts = (labels != kernels.IGNORE).sum(axis=1)
         elif self.horizon > 1:
-            counts = kernels.count_ahead(self._field.rows, self._field.spans, self.seq_len, self.horizon)
+            counts = kernels.count_ahead(self._field.rows, self._field.spans, self.horizon)
         else:
             counts = kernels.count_labels(self._field.rows, self._field.spans, self._crossing)
         first = np.flatnonzero(np.diff(self.steps, prepend=-1))  # rows are in the order of their steps
@@ -726,7 +734,7 @@ class SequenceBlock(Block):
             out.get("doc_ids", _NO_DOCUMENTS),
             out.get("loss_mask", _NO_FLAGS),
         )
-        if longest > self.seq_len + self.horizon:
+        if longest > self.seq_len + 1:
             self._check_lengths()
         if "source" in out:
             out["source"][:] = self.sources[begin : begin + out["source"].size]

@@ -23,7 +23,7 @@ from tokenmill.compiled import (
     write_int32,
     write_int64,
 )
-from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint32Array, run_sums
+from tokenmill.types import BoolArray, Int32Array, Int64Array, Uint32Array, counted_from, run_sums
 
 IGNORE = -100
 """The label of a token that is not trained on; torch's cross entropy leaves it out by default."""
@@ -76,13 +76,9 @@ def copy_rows(
     longest row has: more than there is room for are left out.
     """
     begin, crossing, continuous, pad, multiple = shape
-    longest, near = 0, labels
-    if labels.ndim == 3:
-        room = labels.shape[1] + labels.shape[2]
-        longest = _copy_ahead(rows, spans, begin, multiple, np.empty((2, room), np.int64), labels)
-        near = labels[:0, :, 0]
-    if input_ids.size or near.size:
-        longest = max(longest, _copy_tokens(rows, spans, begin, crossing, pad, multiple, input_ids, near))
+    longest = 0
+    if input_ids.size or labels.size:
+        longest = _copy_tokens(rows, spans, begin, crossing, pad, multiple, input_ids, labels)
     if loss_mask.size:
         np.not_equal(labels, IGNORE, out=loss_mask)
     if position_ids.size or doc_ids.size:
@@ -144,55 +140,6 @@ def _copy_tokens(
             for k in range(column - (column > 0), seq_len):
                 write_int64(labels_address, k, IGNORE)
             labels_address += 8 * seq_len
-    return longest
-
-
-_UNREAD = IGNORE - 1
-
-
-@kernel
-def _copy_ahead(
-    rows: Int64Array, spans: Int64Array, begin: int, multiple: int, line: Int64Array, labels: Int64Array
-) -> int:
-    """Fill labels of the next tokens, as many as the last axis has; return how many tokens the longest row has.
-
-    `line` has room for the tokens of a row, and for the segment that each belongs to: a label is of the segment of
-    its input. Where the tokens of a span are not there yet, labels stay as they are.
-    """
-    tokens, segments = line[0], line[1]
-    address_of_tokens = address_of(tokens)
-    num_rows, seq_len, horizon = labels.shape
-    longest = int64(0)
-    for i in range(num_rows):
-        column = total = segment = int64(0)
-        for span in range(rows[begin + i, 0], rows[begin + i, 0] + rows[begin + i, 1]):
-            address, length, mask = spans[span, ADDRESS], spans[span, LENGTH], spans[span, MASK]
-            if not spans[span, JOINED]:
-                segment += 1
-                begins = least(padded_to(column, multiple), tokens.size)
-                segments[column:begins] = -1
-                column = begins
-            total += length
-            count = least(length, tokens.size - column)
-            if address:
-                _widen(address, spans[span, WIDTH], count, address_of_tokens + 8 * column)
-            for k in range(count):
-                segments[column + k] = segment
-                if not address:
-                    tokens[column + k] = _UNREAD
-                elif mask and read_uint8(mask, k) == 0:
-                    tokens[column + k] = IGNORE
-            column += count
-        longest = total if total > longest else longest
-        for k in range(column, tokens.size):
-            segments[k] = -1
-        for k in range(seq_len):
-            for ahead in range(horizon):
-                after = k + 1 + ahead
-                if segments[k] < 0 or segments[after] != segments[k]:
-                    labels[i, k, ahead] = IGNORE
-                elif tokens[after] != _UNREAD:
-                    labels[i, k, ahead] = tokens[after]
     return longest
 
 
@@ -360,28 +307,33 @@ def count_labels(rows: Int64Array, spans: Int64Array, crossing: int) -> Int64Arr
     return counts
 
 
-def count_ahead(rows: Int64Array, spans: Int64Array, seq_len: int, horizon: int) -> Int64Array:
-    """Return how many labels each row has for each of the next tokens, where no loss mask says otherwise."""
-    counts = np.zeros((rows.shape[0], horizon), np.int64)
-    _count_ahead(rows, spans, seq_len, counts)
-    return counts
+def count_ahead(rows: Int64Array, spans: Int64Array, horizon: int) -> Int64Array:
+    """Return the number of labels of each row for each of the next `horizon` tokens, without loss masks."""
+    order = counted_from(rows[:, 0], rows[:, 1])
+    begins = np.flatnonzero(spans[order, JOINED] == 0)
+    lengths = np.add.reduceat(spans[order, LENGTH], begins) if begins.size else begins
+    labels = np.maximum(lengths[:, None] - 1 - np.arange(horizon), 0)
+    before = np.concatenate([np.zeros((1, horizon), np.int64), np.cumsum(labels, axis=0)])
+    owner = np.repeat(np.arange(rows.shape[0]), rows[:, 1])[begins]
+    edges = before[np.searchsorted(owner, np.arange(rows.shape[0] + 1))]
+    return np.diff(edges, axis=0)
 
 
-@kernel
-def _count_ahead(rows: Int64Array, spans: Int64Array, seq_len: int, counts: Int64Array) -> None:
-    for i in range(rows.shape[0]):
-        span = rows[i, 0]
-        last = span + rows[i, 1]
-        begin = end = int64(0)
-        while span < last:
-            end += spans[span, LENGTH]
-            span += 1
-            if span == last or not spans[span, JOINED]:
-                # Inputs of the segment whose label is of it as well.
-                for ahead in range(counts.shape[1]):
-                    inputs = least(end - 1 - ahead, seq_len) - begin
-                    counts[i, ahead] += inputs if inputs > 0 else 0
-                begin = end
+def labels_ahead(labels: Int64Array, doc_ids: Int32Array, horizon: int) -> Int64Array:
+    """Return labels of the next `horizon` tokens, with one more axis, from whole rows of labels and document ids.
+
+    A label of an input belongs to the segment of the input. The label k tokens ahead is the ordinary label of the
+    input k - 1 columns later, so the last k - 1 columns of a row have none.
+
+    >>> labels_ahead(np.array([[5, 6, -100, 8]]), np.array([[0, 0, 0, 1]], np.int32), 2)[0].tolist()
+    [[5, 6], [6, -100], [-100, -100], [8, -100]]
+    """
+    out = np.full((*labels.shape, horizon), IGNORE, np.int64)
+    for ahead in range(min(horizon, labels.shape[1])):
+        end = labels.shape[1] - ahead
+        is_same = doc_ids[:, ahead:] == doc_ids[:, :end]
+        out[:, :end, ahead] = np.where(is_same, labels[:, ahead:], IGNORE)
+    return out
 
 
 # Records: several lines of one array in a row, each padded to one length.

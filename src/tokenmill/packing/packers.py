@@ -103,13 +103,6 @@ class Policy:
         """Why tokens of documents longer than a row are in none."""
         return TOO_LONG_REASON if self.split_mode == DROP else "truncated"
 
-    @property
-    def drops_ends(self) -> bool:
-        """Whether what a document has after the end of a row may be dropped."""
-        if self.name == "bos_best_fit":
-            return self.crop == "discard"
-        return self.name != "concat" and self.split_mode == TRUNCATE_END
-
     def describe(self) -> dict[str, int | str | bool]:
         """Return what decides the rows, as JSON."""
         described: dict[str, int | str | bool] = {"packing": self.name}

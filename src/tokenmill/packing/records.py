@@ -283,7 +283,7 @@ class RecordRows(StoredRows):
             token=token,
         )
 
-    def fields(self, rows: Int64Array, ahead: int = 0) -> dict[str, Runs]:  # noqa: ARG002 - records have no labels
+    def fields(self, rows: Int64Array) -> dict[str, Runs]:
         """Return where each array of the given rows is, in the order given; of a group, a run for each response."""
         records = self.records(rows)
         single = {"first": np.arange(rows.size), "count": np.ones(rows.size, np.int64)}

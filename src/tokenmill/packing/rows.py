@@ -115,20 +115,9 @@ class StoredRows(Counted):
         """Return what becomes of every token of the source in an epoch; counted once."""
         return self._fates
 
-    def fields(self, rows: Int64Array, ahead: int = 0) -> Mapping[str, Spans | Runs]:
-        """Return where each array of the given rows is, in the order given; a row of a sequence has one.
-
-        A full row has up to `ahead` tokens more, if its last document goes on: labels of inputs before them.
-        """
-        spans = self.spans(rows)
-        if ahead and self._goes_on:
-            spans = look_ahead(spans, self.seq_len, ahead, lambda documents: locate(self.store, documents)[2])
-        return {self.store.manifest.token_key: spans}
-
-    @property
-    def _goes_on(self) -> bool:
-        """Whether what a document has after the end of a row is trained on as well, and not dropped."""
-        return True
+    def fields(self, rows: Int64Array) -> Mapping[str, Spans | Runs]:
+        """Return where each array of the given rows is, in the order given; a row of a sequence has one."""
+        return {self.store.manifest.token_key: self.spans(rows)}
 
     def held(self, rows: Int64Array) -> Held:
         """Return what the given rows hold; reads their part of the loss mask where the store has one."""
@@ -234,10 +223,6 @@ class PackedRows(StoredRows):
     def segment_multiple(self) -> int:
         """To a multiple of how many columns every segment is filled up."""
         return self.policy.multiple
-
-    @property
-    def _goes_on(self) -> bool:
-        return not self.policy.drops_ends
 
     def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
         """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
@@ -355,10 +340,6 @@ class FollowingRows(StoredRows):
     def segment_multiple(self) -> int:
         """To a multiple of how many columns every segment is filled up."""
         return self.full.segment_multiple
-
-    @property
-    def _goes_on(self) -> bool:
-        return self.full._goes_on
 
     @property
     def num_rows(self) -> int:
@@ -663,10 +644,10 @@ class TakenRows(StoredRows):
         full, inner = self._split(rows)
         return _spread(self.rows.spans(inner), full)
 
-    def fields(self, rows: Int64Array, ahead: int = 0) -> Mapping[str, Spans | Runs]:
+    def fields(self, rows: Int64Array) -> Mapping[str, Spans | Runs]:
         """Return where each array of the given rows is, in the order given."""
         full, inner = self._split(rows)
-        return {key: _spread(spans, full) for key, spans in self.rows.fields(inner, ahead).items()}
+        return {key: _spread(spans, full) for key, spans in self.rows.fields(inner).items()}
 
 
 SpansOrRuns = TypeVar("SpansOrRuns", bound="Spans | Runs")
@@ -726,16 +707,6 @@ def _count(addresses: Int64Array, shards: Int64Array, firsts: Int64Array, length
             for k in range(firsts[i], firsts[i] + lengths[i]):
                 count += read_uint8(address, k) != 0
     return count
-
-
-def look_ahead(spans: Spans, seq_len: int, ahead: int, lengths_of: Callable[[Int64Array], Int64Array]) -> Spans:
-    """Let the last span of each full row go on by up to `ahead` tokens of its document, whose length is asked."""
-    full = run_sums(spans.first, spans.count, spans.length) == seq_len + 1
-    last = (spans.first + spans.count - 1)[full]
-    left = lengths_of(spans.document[last]) - spans.start[last] - spans.length[last]
-    length = spans.length.copy()
-    length[last] += np.clip(left, 0, ahead)
-    return replace(spans, length=length)
 
 
 def next_uses(

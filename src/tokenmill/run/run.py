@@ -524,7 +524,9 @@ class Run:
     def _contract(self) -> dict[str, str]:
         """Choices of delivery that change what a batch holds."""
         run = self.config.run
-        return {"positions": run.positions} | ({"horizon": str(run.horizon)} if run.horizon > 1 else {})
+        return {"positions": run.positions} | (
+            {"horizon": f"{run.horizon} within the row"} if run.horizon > 1 else {}
+        )
 
     def what(self, step: int) -> tuple[BatchRow, ...]:
         """Return the rows of the global batch of a step; their spans have `text`, `origin` and `fields`."""
