@@ -125,7 +125,7 @@ NOTES: Mapping[str, str] = {
     "reasoning_dropped": "the template leaves out the reasoning of a message",
     "system_field": "the system text was taken from a field of its own",
     "system_prompt_not_read": "nothing reads the field `system_prompt`; name it with `names.fields` of a recipe",
-    "tool_calls_not_written": "the template writes no tool calls",
+    "tool_calls_not_written": "the template leaves out tool calls",
     "tools_not_written": "the template does not write the tools of the record",
 }
 """What is counted of records that are stored -> what it means."""

@@ -83,6 +83,8 @@ class MarkedConversation:
     names of the fields."""
     objects: set[int] = field(default_factory=set)
     """Strings that are the arguments of a tool call as JSON."""
+    call_ends: list[int] = field(default_factory=list)
+    """One more than the last string of each tool call."""
     firsts: list[int] = field(default_factory=list)
     """First string of each message."""
     size: int = 1
@@ -92,6 +94,10 @@ class MarkedConversation:
     def string_of(self, mark: int) -> int:
         """Return which string a mark belongs to."""
         return bisect_right(self.starts, mark) - 1
+
+    def call_of(self, string: int) -> int:
+        """Return the number of the tool call that a string belongs to."""
+        return bisect_right(self.call_ends, string)
 
     def end_of(self, string: int) -> int:
         """Return one more than the last mark of a string."""
@@ -146,7 +152,12 @@ class MarkedConversation:
                 marked[name] = self.mark(item, owner, (*path, key), depth + 1)
             return marked
         if isinstance(value, list | tuple):
-            return [self.mark(item, owner, path, depth + 1) for item in value]
+            items = []
+            for item in value:
+                items.append(self.mark(item, owner, path, depth + 1))
+                if path == ("tool_calls",):
+                    self.call_ends.append(len(self.starts))
+            return items
         raise Refusal("not_json", f"a value of type {type(value).__name__} in {self.named(owner)}")
 
     def _mark_string(self, text: str, owner: int, path: tuple[str, ...]) -> Tracked:

@@ -53,7 +53,7 @@ _MAX_CHARS, _MAX_MESSAGES, _MAX_STEPS = 1 << 18, 256, MAX_STEPS // 16
 """Longer ones are always followed: a limit of what a render may take must not depend on which came first."""
 _TRAINED, _AUTHORED, _GENERATED = 1, 2, 4
 _ROLES = frozenset(ROLES)
-_NOTHING_LOST = Loss(set(), (), False)
+_NOTHING_LOST = Loss(set(), (), 0)
 
 
 class _Place(NamedTuple):

@@ -44,8 +44,8 @@ class Rendered:
     """Names of `encode.NOTES`: what the conversation has and the text lacks, such as tools or reasoning; that some
     messages say whether they are trained on; and that messages are trained on that have nothing to say."""
     unsaid: int = 0
-    """Characters of those contents, or parts of them, that are not in the text at all; one more if tool calls are
-    not, or if their arguments are an object and are written as a text in quotes."""
+    """Number of characters of contents that are not in the text, plus the number of tool calls that are not written
+    as a whole, or whose arguments are an object that is written as a text in quotes."""
 
 
 def render(
@@ -142,6 +142,7 @@ def _rendered(
     conversation = renderer.conversation
     trace = renderer.trace(len(conversation.messages), add_generation_prompt)
     renderer.refuse_other_text(trace, add_generation_prompt)
+    _refuse_written_null(trace)
     losses = _losses(trace)
     says = [says_of_training(message) for message in conversation.given]
     trained = () if add_generation_prompt else trained_messages(conversation.roles, says, train_on, last_only)
@@ -186,12 +187,12 @@ def _with_reasoning(message: Message) -> Message:
 def forms_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], tuple[str, ...]]]:
     """Yield the forms in which templates may want messages, each with its notes; as they are given first.
 
-    Contents in parts may be one text; the arguments of tool calls may be a JSON object or its text; and beside tool
-    calls alone the content may be null, or empty.
+    Contents in parts may be one text; the arguments of tool calls may be a JSON object or its text; a content that
+    is null may be empty, and in messages with tool calls an empty content may be null.
     """
-    for calling in (messages, *_without_text(messages)):
-        converted = ((given, ("arguments_converted",)) for given in _converted(calling))
-        for given, notes in ((calling, ()), *converted):
+    converted = ((form, ("arguments_converted",)) for form in _converted(messages))
+    for form, notes in ((messages, ()), *converted):
+        for given in (form, *_without_text(form)):
             yield given, notes
             texts = flattened(given)
             if texts is not None:
@@ -200,7 +201,7 @@ def forms_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], t
 
 def may_have_forms(message: Message) -> bool:
     """Say whether `forms_of` may give another form of a message."""
-    return bool(_tool_calls(message)) or has_parts(message)
+    return bool(_tool_calls(message)) or has_parts(message) or message.get("content") is None
 
 
 def _tool_calls(message: object) -> Sequence[Any]:
@@ -209,15 +210,15 @@ def _tool_calls(message: object) -> Sequence[Any]:
 
 
 def _without_text(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return messages in which the content beside tool calls is null if it is empty, and empty if it is null."""
-    if not isinstance(messages, list | tuple):
+    """Return messages with null for an empty content next to tool calls, and messages with "" for any null."""
+    if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
         return []
-    bare = {index for index, message in enumerate(messages) if _tool_calls(message) and not message.get("content")}
-    return [
-        [{**message, "content": content} if index in bare else message for index, message in enumerate(messages)]
-        for content in (None, "")
-        if any(messages[index].get("content") != content for index in bare)
+    as_null = [
+        {**message, "content": None} if _tool_calls(message) and not message.get("content") else message
+        for message in messages
     ]
+    as_text = [{**message, "content": ""} if message.get("content") is None else message for message in messages]
+    return [form for form in (as_null, as_text) if form != list(messages)]
 
 
 def _converted(messages: Sequence[Message]) -> Iterator[list[Message]]:
@@ -627,8 +628,8 @@ class Loss(NamedTuple):
     """For `Rendered.notes`."""
     unsaid: Sequence[int]
     """Strings of its content that are not written, counted from the first string of the message."""
-    uncalled: bool
-    """Whether its tool calls are not written, or not in the right form."""
+    num_bad_calls: int
+    """Number of tool calls that are not written as a whole, or whose arguments are written in quotes."""
 
 
 def notes_of(losses: Iterable[Loss]) -> tuple[str, ...]:
@@ -641,7 +642,14 @@ def notes_of(losses: Iterable[Loss]) -> tuple[str, ...]:
 def unsaid_of(losses: Sequence[Loss], size_of: Callable[[int, int], int]) -> int:
     """Return `Rendered.unsaid`; `size_of` gives the length of a string of a message."""
     unsaid = sum(size_of(index, string) for index, loss in enumerate(losses) for string in loss.unsaid)
-    return unsaid + any(loss.uncalled for loss in losses)
+    return unsaid + sum(loss.num_bad_calls for loss in losses)
+
+
+def _refuse_written_null(trace: Trace) -> None:
+    """Reject a form in which a template may write a null content as the text "None"; `forms_of` has another one."""
+    has_null = any(message.get("content") is None for message in trace.conversation.given)
+    if has_null and any("None" in trace.text[begin:end] for begin, end in trace.authored()):
+        raise Refusal("template_error", "the template writes a null content as the text 'None'")
 
 
 def _losses(trace: Trace) -> list[Loss]:
@@ -660,7 +668,11 @@ def _losses(trace: Trace) -> list[Loss]:
     num_messages = len(conversation.messages)
     is_written: dict[tuple[int, str], bool] = {}
     unsaid: list[list[int]] = [[] for _ in range(num_messages)]
-    uncalled = [False] * num_messages
+    calls: list[set[int]] = [set() for _ in range(num_messages)]
+    written_calls = {
+        conversation.call_of(string) for string in written if conversation.fields[string] == "tool_calls"
+    }
+    bad_calls: list[set[int]] = [set() for _ in range(num_messages)]
     for string, (owner, name) in enumerate(zip(conversation.owners, conversation.fields, strict=True)):
         if name == "content":
             if not conversation.labels[string]:
@@ -671,18 +683,23 @@ def _losses(trace: Trace) -> list[Loss]:
             # The fields for reasoning mean the same: it is written if one of them is.
             key = (max(owner, 0), _NAMES[name])
             is_written[key] = is_written.get(key, False) or string in written
-            # Arguments that are a text and are written in quotes should have been an object.
-            if name == "tool_calls" and not conversation.labels[string]:
-                uncalled[owner] |= string not in written or (string in escaped and string in conversation.objects)
+            if name == "tool_calls":
+                call = conversation.call_of(string)
+                calls[owner].add(call)
+                # Arguments that are a text and are written in quotes should have been an object.
+                in_quotes = string in escaped and string in conversation.objects
+                is_lost = string not in written and not conversation.labels[string]
+                if is_lost or in_quotes or call not in written_calls:
+                    bad_calls[owner].add(call)
     names: list[set[str]] = [{"content_not_written"} if strings else set() for strings in unsaid]
     for (owner, name), shown in is_written.items():
-        if not shown:
+        if not shown or (name == _NAMES["tool_calls"] and not calls[owner] <= written_calls):
             names[owner].add(name)
     for index, begin, end in _thoughts(conversation):
         fragments = trace.of_message.get(index, ())
         if not any(each.origin < end and each.last_origin >= begin for each in fragments):
             names[index].add(_DROPPED)
-    return [Loss(*each) for each in zip(names, unsaid, uncalled, strict=True)]
+    return [Loss(*each) for each in zip(names, unsaid, map(len, bad_calls), strict=True)]
 
 
 def _thoughts(conversation: MarkedConversation) -> Iterator[tuple[int, int, int]]:

@@ -1,0 +1,73 @@
+"""Conversations for which a second implementation, with marks around every string, gave another result.
+
+The table comes from a trial with 3,600 random conversations. Each case expects the judgement of the trial.
+"""
+
+from __future__ import annotations
+
+import pytest
+from tests.encode.chat.shapes import TOOLS, result
+from tests.encode.chat.stock import stock_template
+
+from tokenmill.encode.chat.render import Rendered, render
+
+NOW = {"now": "2025-01-31"}
+USER = {"role": "user", "content": "USER"}
+ANSWER = {"role": "assistant", "content": "ANSWER."}
+
+
+def answer(text: str | None, **more: object) -> dict:
+    return {"role": "assistant", "content": text, **more}
+
+
+def calls(*arguments: object) -> list[dict]:
+    return [
+        {"id": f"call{index}", "type": "function", "function": {"name": "weather", "arguments": each}}
+        for index, each in enumerate(arguments)
+    ]
+
+
+def shown(name: str, messages: list[dict], **more: object) -> Rendered:
+    return render(stock_template(name), messages, kwargs=NOW, **more)
+
+
+def trained(name: str, messages: list[dict], **more: object) -> list[str]:
+    found = shown(name, messages, **more)
+    return [found.text[begin:end] for begin, end in found.supervised]
+
+
+@pytest.mark.parametrize("arguments", ['{"town": "%s"}', {"town": "%s"}], ids=["text", "object"])
+@pytest.mark.parametrize("name", ["gptoss", "gptoss_training"])
+def test_a_call_that_the_template_leaves_out_is_noted_and_the_other_is_no_text_in_quotes(name, arguments):
+    """gpt-oss writes the first of parallel calls only (N1)."""
+    both = [arguments % town if isinstance(arguments, str) else {"town": town} for town in ("FIRST", "SECOND")]
+    messages = [USER, answer("", tool_calls=calls(*both)), result(0), ANSWER]
+    found = shown(name, messages, tools=TOOLS)
+    assert "tool_calls_not_written" in found.notes
+    assert "SECOND" not in found.text
+    turns = [found.text[begin:end] for begin, end in found.supervised]
+    assert '<|message|>{"town": "FIRST"}<|call|>' in turns[0]
+
+
+def test_a_call_that_is_written_as_a_whole_is_not_noted():
+    messages = [USER, answer("", tool_calls=calls({"town": "FIRST"}, {"town": "SECOND"})), result(0), ANSWER]
+    assert shown("qwen3", messages, tools=TOOLS).notes == ()
+
+
+@pytest.mark.parametrize("name", ["glm4moe", "glm4moe_training", "llama3_1", "qwen3", "deepseekv3"])
+def test_a_null_answer_is_trained_like_an_empty_one(name):
+    """GLM writes it as the text "None" (N2)."""
+    for messages in ([USER, answer(None)], [USER, answer(None), USER, ANSWER]):
+        same = [{**each, "content": each["content"] or ""} for each in messages]
+        assert shown(name, messages) == shown(name, same)
+        assert "None" not in "".join(trained(name, messages))
+
+
+def test_a_null_beside_calls_is_not_written_as_a_word():
+    messages = [USER, answer(None, tool_calls=calls({"town": "ARG"})), result(0), ANSWER]
+    assert "None" not in shown("glm4moe", messages, tools=TOOLS).text
+
+
+def test_a_null_among_arguments_stays_what_the_template_makes_of_it():
+    messages = [USER, answer(None, tool_calls=calls({"town": None})), result(0), ANSWER]
+    assert "town:None" in trained("gemma4", messages, tools=TOOLS)[0]
