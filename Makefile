@@ -19,7 +19,7 @@ CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config test
           --ignore tests/store/foreign --ignore tests/store/remote
 
 # What other versions are tried with: no frameworks, no object storage.
-SAMPLE := tests/store/test_reader.py tests/store/test_layout.py tests/packing/test_packers.py tests/cli/test_app.py
+SAMPLE := tests/store/test_store.py tests/store/test_layout.py tests/packing/test_packers.py tests/cli/test_app.py
 
 .PHONY: demo check test test-deep docs examples lowest python sample package coverage fuzz ready browser lint types bench clean
 

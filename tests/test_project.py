@@ -53,6 +53,13 @@ def test_workflows_call_targets_of_the_makefile():
             assert [word for word in called if word not in targets] == [], workflow.name
 
 
+def test_tests_that_the_makefile_names_exist():
+    text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
+    named = re.findall(r"\btests/[\w/.*-]+", re.sub(r"^#.*", "", text, flags=re.MULTILINE))
+    assert len(named) > 10
+    assert [path for path in named if not list(ROOT.glob(path))] == []
+
+
 def test_linters_have_one_version():
     pins = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "requirements" / "test.txt").read_text(), re.MULTILINE))
     hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")

@@ -185,12 +185,12 @@ def whole(what: str, value: object, error: type[TokenmillError], way_out: str) -
         raise error(f"{what}: expected a whole number, got {value!r}; {way_out}") from None
 
 
-def nearest(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+def nearest(name: object, known: Iterable[str], otherwise: str | None = None) -> str:
     """Return the end of an error message: the known name that is nearest; if none is near, all, or `otherwise`.
 
     >>> nearest("seqlen", ["seq_len", "seed"])
     "did you mean 'seq_len'?"
     """
     options = list(known)
-    close = get_close_matches(name, options, n=1, cutoff=0.5)
+    close = get_close_matches(str(name), options, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else otherwise or f"known: {', '.join(options)}"

@@ -103,19 +103,11 @@ def as_json(record: object) -> Any:  # noqa: ANN401 - a JSON value
 
 def plain_numbers(value: Any) -> Any:  # noqa: ANN401 - a value of a table
     """Return a value of a table with numbers of numpy, also within lists and tables, as numbers of Python."""
-    if isinstance(value, np.generic):
-        return value.item()
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
     if isinstance(value, Mapping):
         return {key: plain_numbers(item) for key, item in value.items()}
     return type(value)(map(plain_numbers, value)) if type(value) in (list, tuple) else value
-
-
-def settle_numbers(record: Any) -> None:  # noqa: ANN401 - a dataclass that is just being made
-    """Turn numbers of numpy in the fields of a frozen record into numbers of Python, which JSON can hold."""
-    for item in fields(record):
-        value = getattr(record, item.name)
-        if isinstance(value, np.generic | Mapping):
-            object.__setattr__(record, item.name, plain_numbers(value))
 
 
 def names_of(key: str, names: Sequence[str]) -> tuple[str, ...]:
@@ -291,14 +283,35 @@ def check_types(**values: tuple[object, Any]) -> None:
             raise _refusal(hint, value, name, ConfigError)
 
 
-def check_fields(record: object) -> None:
-    """Refuse fields that are not of their types in a record that Python made; paths become strings."""
+def check_fields(record: object, where: str = "") -> None:
+    """Check the types of all fields of a record that Python made; `where` begins the errors, such as `run.`.
+
+    Paths become strings, and numbers of numpy numbers of Python, which JSON can hold.
+    """
     kind: type = type(record)
     for name, hint in _hints(kind).items():
-        value = getattr(record, name)
+        value = given = getattr(record, name)
         if isinstance(value, os.PathLike):
-            object.__setattr__(record, name, value := os.fspath(value))
-        check_types(**{name: (value, hint)})
+            value = os.fspath(value)
+        elif isinstance(value, np.generic | np.ndarray | Mapping | list | tuple):
+            value = plain_numbers(value)
+        if value is not given:
+            object.__setattr__(record, name, value)
+        if not _has_records(hint):
+            check_types(**{f"{where}{name}": (value, hint)})
+
+
+def check_instance(name: str, value: object, kind: type | tuple[type, ...], way_out: str) -> None:
+    """Check that an argument is an object of a class; the way out says how to get one."""
+    if not isinstance(value, kind):
+        names = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ConfigError(f"{name}: expected {names}, got {value!r}; {way_out}")
+
+
+def check_callable(name: str, value: object) -> None:
+    """Check that an argument is None or can be called."""
+    if value is not None and not callable(value):
+        raise ConfigError(f"{name}: expected a function, got {value!r}; leave it out")
 
 
 def is_address(path: object) -> bool:

@@ -186,9 +186,9 @@ def test_parts_import_the_function_and_reject_another(folder):
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("quality", r"--filter: expected module:function, got 'quality'; for example"),
-        ("quality:is_od", r"--filter: cannot import 'quality:is_od': module 'quality' has no attribute 'is_od'"),
-        ("qualty:is_even", r"--filter: cannot import 'qualty:is_even': No module named 'qualty'"),
+        ("quality", r"filter: expected module:function, got 'quality'; for example"),
+        ("quality:is_od", r"filter: cannot import 'quality:is_od': module 'quality' has no attribute 'is_od'"),
+        ("qualty:is_even", r"filter: cannot import 'qualty:is_even': No module named 'qualty'"),
         ("json:JSONDecoder", r"map: must be a function of a record"),
     ],
 )

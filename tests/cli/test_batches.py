@@ -229,5 +229,5 @@ def test_check_needs_exactly_one_file(tokenmill, run_toml, tmp_path):
     for options in ([], ["--record", tmp_path / "a", "--against", tmp_path / "b"]):
         done = tokenmill("check", run_toml, *options)
         assert done.code == 2
-        assert "pass either --record FILE or --against FILE" in done.err
+        assert "expected --record or --against, got both or neither; pass one of them" in done.err
     assert tokenmill("check", run_toml, "--against", tmp_path / "gone").code == 2

@@ -185,9 +185,17 @@ def test_every_key_is_documented():
     from tokenmill.config.schedule import QuarantineConfig, SkipConfig
 
     page = (Path(__file__).parents[2] / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
-    sections = page.split("\n## ")
-    kinds = (RunConfig, SourceConfig, StageConfig, SkipConfig, QuarantineConfig, EvalConfig)
-    for kind, section in zip(kinds, sections[1:7], strict=True):
+    sections = {section.partition("\n")[0]: section for section in page.split("\n## ")}
+    kinds = {
+        "[run]": RunConfig,
+        "[[sources]]": SourceConfig,
+        "[[stages]]": StageConfig,
+        "[[skip]]": SkipConfig,
+        "[[quarantine]]": QuarantineConfig,
+        "[[evals]]": EvalConfig,
+    }
+    for name, kind in kinds.items():
+        section = sections[name]
         missing = [field.name for field in fields(kind) if f"`{field.name}`" not in section]
         assert missing == []
 

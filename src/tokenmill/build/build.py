@@ -67,7 +67,7 @@ from tokenmill.fingerprint import digest
 from tokenmill.store.files import make_folder, write_atomically
 from tokenmill.store.layout import TOKENIZER_FOLDER, read_manifest
 from tokenmill.store.lease import Lease, leased_folder
-from tokenmill.tables import check_types, is_address, path_of
+from tokenmill.tables import check_callable, check_types, is_address, path_of
 from tokenmill.types import Uint8Array
 
 
@@ -221,6 +221,7 @@ def prepare(  # noqa: PLR0913 - the front door
         (2, 10)
     """
     check_types(rebuild=(rebuild, bool), progress=(progress, bool | None), workers=(workers, int | None))
+    check_callable("on_progress", on_progress)
     options = PrepareOptions() if options is None else options
     show = _show_of(progress, on_progress)
     build = partial(

@@ -157,13 +157,13 @@ def find_function(name: str) -> MapRecord:
     """
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute.isidentifier()):
-        raise ConfigError(f"--filter: expected module:function, got {name!r}; for example quality:is_good")
+        raise ConfigError(f"filter: expected module:function, got {name!r}; for example quality:is_good")
     search_current_folder()
     try:
         function: MapRecord = getattr(importlib.import_module(module), attribute)
     except Exception as error:  # the module of a user may raise any exception
         raise ConfigError(
-            f"--filter: cannot import {name!r}: {error}; fix the name, or put its folder on PYTHONPATH"
+            f"filter: cannot import {name!r}: {error}; fix the name, or put its folder on PYTHONPATH"
         ) from error
     return function
 

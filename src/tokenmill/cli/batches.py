@@ -198,7 +198,7 @@ def check(
     the installed packages, the stores and the config. The exit code is 1 if a batch differs.
     """
     if (record is None) == (against is None):
-        raise ConfigError("check: pass either --record FILE or --against FILE")
+        raise ConfigError("check: expected --record or --against, got both or neither; pass one of them")
     if against is not None and steps is not None:
         raise ConfigError(f"--steps: cannot be combined with --against; {against} names its steps")
     ui.check_file("--record", record)

@@ -12,7 +12,7 @@ import numpy as np
 from tokenmill.config.schedule import Tokens, check_on_long, read_numbers, read_range, read_tokens
 from tokenmill.config.spelling import takes_old_keys
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.tables import Number, check_choice, check_name, check_positive, settle_numbers
+from tokenmill.tables import Number, check_choice, check_fields, check_name, check_positive
 from tokenmill.types import WHOLE_PACKINGS, Int64Array
 
 MAX_DOCUMENTS = 1 << 28
@@ -107,7 +107,7 @@ class EvalConfig:
     """In place of steps: after how many input slots of the run."""
 
     def __post_init__(self) -> None:
-        settle_numbers(self)
+        check_fields(self, "evals.")
         where = f"eval {self.name!r}"
         check_name("evals.name", self.name)
         check_choice(where, "packing", self.packing, WHOLE_PACKINGS)

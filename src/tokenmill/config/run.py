@@ -47,6 +47,7 @@ from tokenmill.tables import (
     MAX_CONFIG_BYTES,
     Number,
     check_choice,
+    check_fields,
     check_keys,
     check_name,
     check_positive,
@@ -55,7 +56,6 @@ from tokenmill.tables import (
     read_list,
     read_table,
     read_text,
-    settle_numbers,
 )
 from tokenmill.types import (
     ARRAYS,
@@ -137,7 +137,7 @@ class RunConfig:
     of a token and of a squared token of a segment, `linear` and `quadratic`. Otherwise ranks take them in order."""
 
     def __post_init__(self) -> None:
-        settle_numbers(self)
+        check_fields(self, "run.")
         if not 1 <= self.horizon <= MAX_HORIZON:
             raise ConfigError(
                 f"run: horizon must be from 1 to {MAX_HORIZON}, got {self.horizon}; leave it out for the next token"
@@ -239,9 +239,9 @@ class SourceConfig:
     """Whether every page of a store on disk is proven by its checksum when it is read."""
 
     def __post_init__(self) -> None:
-        settle_numbers(self)
         for key in ("store", "documents", "tokenizer"):
             object.__setattr__(self, key, _plain_paths(getattr(self, key)))
+        check_fields(self, "sources.")
         check_name("sources.name", self.name)
         where = f"source {self.name!r}"
         if self.max_epochs is not None and not 0 < self.max_epochs < inf:

@@ -27,11 +27,11 @@ from tokenmill.tables import (
     MAX_NUMBER,
     Number,
     check_choice,
+    check_fields,
     check_keys,
     check_positive,
     check_seed,
     read_text,
-    settle_numbers,
 )
 from tokenmill.types import (
     CROPS,
@@ -177,7 +177,7 @@ class StageConfig:
     weigh_by: str | None = None
 
     def __post_init__(self) -> None:
-        settle_numbers(self)
+        check_fields(self, "stages.")
         where = f"stage {self.name!r}"
         if not self.name.isprintable() or not self.name.strip():
             raise ConfigError(f"stages.name: must be letters that can be printed, got {self.name!r}; rename it")
@@ -444,7 +444,7 @@ class SkipConfig:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        settle_numbers(self)
+        check_fields(self, "skip.")
         if self.tokens is None or self.steps:
             self.range()
 
@@ -490,7 +490,7 @@ class QuarantineConfig:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        settle_numbers(self)
+        check_fields(self, "quarantine.")
         where = f"quarantine of {self.source!r}"
         if self.from_step < 0 and self.from_tokens is None:
             raise ConfigError(f"{where}: from_step must not be negative, got {self.from_step}; count from 0")

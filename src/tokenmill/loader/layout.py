@@ -142,6 +142,8 @@ def find_layout(layout: Layout | None, rank: int, world_size: int) -> Layout:
             f"loader: must have a layout, or rank and world_size, got both, rank {rank} of {world_size}; say "
             f"dp=({rank}, {world_size}) in the layout"
         )
+    if layout is not None and not isinstance(layout, Layout):
+        raise ConfigError(f"layout: expected a Layout, got {layout!r}; write tm.Layout(dp=(0, 2))")
     return layout or Layout(dp=(rank, world_size))
 
 

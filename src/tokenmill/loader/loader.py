@@ -32,6 +32,7 @@ from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.plan import Plan, TokensSeen
 from tokenmill.plan.stages import Stage, StageSpec, as_step, rows_at
 from tokenmill.store.layout import PAGE_BYTES
+from tokenmill.tables import check_fields, check_types
 from tokenmill.types import ARRAYS, POSITIONS, Batch, Int64Array, distinct
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ class LoaderOptions:
     `threads`. None: one more than `threads`, so that no thread waits until its last window is taken."""
 
     def __post_init__(self) -> None:
+        check_fields(self, "loader.")
         if self.positions not in POSITIONS:
             raise ConfigError(
                 f"positions: must be one of {', '.join(POSITIONS)}, got {self.positions!r}; "
@@ -194,6 +196,10 @@ class Loader:
     def __init__(
         self, plan: Plan, part: RankSlice, options: LoaderOptions | None = None, explain: Explain | None = None
     ) -> None:
+        if not isinstance(plan, Plan) or not isinstance(part, RankSlice):
+            raise ConfigError(
+                f"Loader: expected a Plan and a RankSlice, got {plan!r} and {part!r}; use Run.loader(...)"
+            )
         part.check(plan)
         self.plan = plan
         self.part = part
@@ -328,6 +334,7 @@ class Loader:
         batch again and adds its digest.
         """
         prefix = self.metrics_prefix if prefix is None else prefix
+        check_types(prefix=(prefix, str))
         return measure(self, prefix, labels=labels, texts=texts, digest=digest)
 
     @property

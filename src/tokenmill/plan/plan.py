@@ -797,7 +797,7 @@ class TokenSchedule:
 
     def __call__(self, step: int) -> float:
         """Return the factor of a step; after the last it stays as it is there."""
-        step = min(step, self.plan.steps - 1)
+        step = min(as_step(step), self.plan.steps - 1)
         stage = self.plan.stage(step)
         before = slots_before(self.plan, step, skipped=True)
         return self._factor(before, before + _slots_of_a_step(stage), self._end) * stage.spec.lr_scale

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import tokenmill
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, PlanError, whole
 from tokenmill.fingerprint import first_difference
 from tokenmill.loader import row_digests, usual_arrays
 from tokenmill.loader.loader import batch_digest
 from tokenmill.store.files import write_atomically
-from tokenmill.tables import read_bytes, read_json
+from tokenmill.tables import path_of, read_bytes, read_json
 
 if TYPE_CHECKING:
     from tokenmill.run.run import Run
@@ -61,7 +61,7 @@ class BatchRecord:
         """Reject a record of another format."""
         if self.format != FORMAT:
             raise ConfigError(
-                f"record of format {self.format}; this version of tokenmill reads {FORMAT}, record again"
+                f"record: unknown format {self.format}; this version reads {FORMAT}, so record again"
             )
 
     @property
@@ -104,10 +104,13 @@ def record_batches(
     progress: Progress | None = None,
 ) -> BatchRecord:
     """Write a record of the steps from `first_step` to `end_step`, exclusive: 1,000 steps by default."""
-    plan = run.plan()
-    end = min(first_step + NUM_STEPS, plan.steps) if end_step is None else end_step
+    file, plan = Path(path_of("path", path)).absolute(), run.plan()
+    first_step = whole("first_step", first_step, PlanError, "count from 0")
+    end = min(first_step + NUM_STEPS, plan.steps)
+    if end_step is not None:
+        end = whole("end_step", end_step, PlanError, "leave it out for 1,000 steps")
     if not 0 <= first_step < end <= plan.steps:
-        raise ConfigError(f"steps {first_step}:{end} are not within the run's 0:{plan.steps}")
+        raise ConfigError(f"steps out of range: {first_step}:{end}; this run has the steps 0:{plan.steps}")
     record = BatchRecord(
         format=FORMAT,
         versions=_versions(),
@@ -115,13 +118,13 @@ def record_batches(
         first_step=first_step,
         steps=tuple(_step_digests(run, first_step, end, progress)),
     )
-    write_atomically(Path(path).absolute(), msgspec.json.encode(record))
+    write_atomically(file, msgspec.json.encode(record))
     return record
 
 
 def read_record(path: str | os.PathLike[str]) -> BatchRecord:
     """Read a record of batches."""
-    file = Path(path)
+    file = Path(path_of("path", path))
     return read_json(BatchRecord, read_bytes(file, MAX_BYTES), str(file))
 
 

@@ -59,7 +59,9 @@ class EvalLoader(Loader):
 class Evals(dict[str, "Eval"]):
     """The evals of a run, by name."""
 
-    def __missing__(self, name: str) -> Eval:
+    def __getitem__(self, name: str) -> Eval:
+        if isinstance(name, str) and name in self:
+            return super().__getitem__(name)
         if not self:
             raise ConfigError(f"evals: must be in the config, got {name!r} and no [[evals]] there; add one")
         raise ConfigError(f"evals: name must be one of the run's, got {name!r}; {nearest(name, self)}")

@@ -16,12 +16,12 @@ import msgspec
 from tokenmill.config.run import IN_TOKENS, Translation, parse_config, to_toml
 from tokenmill.config.schedule import MAIN_STAGE, ResolvedStage
 from tokenmill.config.spelling import respell
-from tokenmill.errors import ConfigError, PlanError, TokenmillError, writing
+from tokenmill.errors import ConfigError, PlanError, TokenmillError, whole, writing
 from tokenmill.loader import Loader, RankSlice
 from tokenmill.run.history import PLAN_DIGITS, ForkPoint, PlanRecord, begins, record, table_of, tables_of
 from tokenmill.run.run import Run
 from tokenmill.store.files import sync_folder
-from tokenmill.tables import is_address
+from tokenmill.tables import check_types, is_address
 from tokenmill.types import RECORD_TYPES
 
 DEFAULT_NAME = "fork"
@@ -49,7 +49,8 @@ def fork(
     run: Run, *, at: int, to: Path, name: str | None = None, weights: Mapping[str, float] | None = None
 ) -> Fork:
     """Write the config and the state of a run that parts from another at a step; see `Run.fork`."""
-    plan = run.plan()
+    plan, at = run.plan(), whole("at", at, PlanError, "pass a step of the run")
+    check_types(name=(name, str | None), weights=(weights, Mapping[str, int | float] | None))
     if not 0 <= at < plan.steps:
         raise PlanError(f"fork: step must lie within 0:{plan.steps}, got {at}; choose one that the run has")
     file = _new_config(to)

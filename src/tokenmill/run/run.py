@@ -24,10 +24,10 @@ from tokenmill.config.run import (
 )
 from tokenmill.config.schedule import check_alone, limits, long_documents, read_tokens, schedule
 from tokenmill.config.spelling import respell
-from tokenmill.errors import ConfigError
+from tokenmill.errors import ConfigError, whole
 from tokenmill.fingerprint import key64
 from tokenmill.hooks import attached
-from tokenmill.tables import is_address, names_of, path_of, read_table
+from tokenmill.tables import check_instance, check_types, is_address, names_of, path_of, read_table
 from tokenmill.types import MASK_KEYS, NO_DOCUMENTS, RECORD_TYPES, STORED_ARRAYS, WHOLE_PACKINGS, Int64Array
 
 if TYPE_CHECKING:
@@ -158,7 +158,8 @@ class Run:
 
         Relative paths count from `folder`, where plans are recorded under `name`; errors begin with `where`.
         """
-        folder = Path(folder).resolve()
+        check_instance(where, tables, Mapping, "write {...}, or open a file with Run.from_toml")
+        folder = Path(path_of("folder", folder)).resolve()
         translation = None
         if not tables or not tables.keys() <= set(TABLES):
             from tokenmill.config.dialects import translate
@@ -566,6 +567,7 @@ class Run:
         from tokenmill.plan.plan import TokenSchedule
 
         where = "lr_schedule"
+        check_types(decay=(decay, str), final=(final, int | float))
         return TokenSchedule(
             plan=self.plan(),
             warmup=read_tokens(where, "warmup_tokens", warmup_tokens) if warmup_tokens else 0,
@@ -582,8 +584,12 @@ class Run:
 
     def reading(self, *, link: Link | None = None, prices: Prices | None = None) -> ReadingReport:
         """Report what reading the run from object storage takes, as if all of its stores were there."""
-        from tokenmill.run.reading import report_reading
+        from tokenmill.run.reading import Link, Prices, report_reading
 
+        if link is not None:
+            check_instance("link", link, Link, "make one with tokenmill.run.reading.Link(...)")
+        if prices is not None:
+            check_instance("prices", prices, Prices, "make one with tokenmill.run.reading.Prices(...)")
         return report_reading(self, link=link, prices=prices)
 
     def diff(
@@ -597,7 +603,8 @@ class Run:
         from tokenmill.run.compare import compare
 
         if not isinstance(other, Run):
-            raise ConfigError(f"diff: must be given a Run, got {other!r}; open its config with Run.from_toml first")
+            raise ConfigError(f"diff: expected a Run, got {other!r}; open its config with Run.from_toml first")
+        limit_rows = whole("limit_rows", limit_rows, ConfigError, "leave it out")
         configs = (self.config, other.config)
         return compare(self.plan(), other.plan(), configs=configs, limit_rows=limit_rows, progress=progress)
 
@@ -637,7 +644,7 @@ class Run:
         """
         from tokenmill.run.fork import fork
 
-        return fork(self, at=at, to=Path(to), name=name, weights=weights)
+        return fork(self, at=at, to=Path(path_of("to", to)), name=name, weights=weights)
 
     def loader(  # noqa: PLR0913 - the front door
         self,
@@ -675,6 +682,7 @@ class Run:
         if pad_to is not None:
             self._check_padding(pad_to)
         arrays = names_of("arrays", self._arrays(plan) if arrays is None else arrays)
+        columns = names_of("columns", columns)
         if columns:
             self.check_columns(columns, arrays, self.stores)
         if layout.leads:
@@ -691,7 +699,7 @@ class Run:
                 prefetch=prefetch,
                 positions=self.config.run.positions,
                 horizon=self.config.run.horizon,
-                columns=tuple(columns),
+                columns=columns,
                 pad_to=pad_to or self.config.run.pad_to,
                 timeout=timeout,
             ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import tomli_w
 
 from tokenmill.errors import ConfigError
-from tokenmill.tables import is_address
+from tokenmill.tables import check_instance, is_address
 from tokenmill.types import RECORD_TYPES
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ def source_tables(stores: Stores) -> list[dict[str, Any]]:
     if isinstance(stores, Mapping):
         return [{"name": name, "store": _as_text(path)} for name, path in stores.items()]
     tables: list[dict[str, Any]] = []
-    for path in [stores] if isinstance(stores, str | os.PathLike) else stores:
+    paths = [stores] if isinstance(stores, str | os.PathLike) else stores
+    check_instance("stores", paths, Sequence, "give a path, a list of paths, or a mapping from name to path")
+    for path in paths:
         store = _as_text(path)
         base = _name_of(store)
         taken = {table["name"] for table in tables}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import numpy as np
 
-from tokenmill.errors import PlanError, StoreCorruptError, StoreError, nearest
+from tokenmill.errors import PlanError, StoreCorruptError, StoreError, nearest, whole
 from tokenmill.store import layout
 from tokenmill.store.maps import FileRequest, MapCache, MappedFile
 from tokenmill.store.ranges import RangeRequest, Ranges, Request, in_memory, read_range
@@ -115,8 +115,8 @@ class Store(Records):
 
     def dtype(self, key: str) -> np.dtype[Any]:
         """Return the dtype of an array on disk."""
-        if key not in self.manifest.keys:
-            raise StoreError(f"{self.path}: key must be one of the store's, got {key!r}; {nearest(key, self.keys)}")
+        if key not in self.keys:
+            raise StoreError(f"{self.path}: no such array: {key!r}; {nearest(key, self.keys)}")
         return np.dtype(self.manifest.keys[key])
 
     def axis(self, key: str) -> str:
@@ -145,8 +145,9 @@ class Store(Records):
         self, begin: int, end: int, keys: str | list[str] | tuple[str, ...]
     ) -> AnyArray | dict[str, AnyArray]:
         """Return values `begin` to `end` (exclusive) of the whole stream, for one key or several."""
-        if not isinstance(keys, str):
+        if isinstance(keys, list | tuple):
             return {key: self.fetch(begin, end, key) for key in keys}
+        begin, end = (whole("range", value, PlanError, "pass two numbers") for value in (begin, end))
         size = int(self.axes[self.axis(keys)].values[-1])
         if not 0 <= begin <= end <= size:
             raise PlanError(f"{self.path}: a range must lie within 0:{size}, got {begin}:{end}; shorten it")
@@ -160,8 +161,9 @@ class Store(Records):
         self, index: int, keys: str | list[str] | tuple[str, ...] | None = None
     ) -> Value | dict[str, Value]:
         """Return one document or record, for one key, several, or all; responses come as a list of arrays."""
-        if not isinstance(keys, str):
+        if keys is None or isinstance(keys, list | tuple):
             return {key: self.fetch_record(index, key) for key in (self.keys if keys is None else keys)}
+        index = whole("index", index, PlanError, "pass the number of a record")
         axis = self.axis(keys)
         if axis != "responses":
             begin, end = self.offsets(axis, index, index + 1).tolist()
@@ -177,9 +179,10 @@ class Store(Records):
         """Return which input file, line and kept fields a document came from, as far as the store says."""
         from tokenmill.store.origins import find_origin, input_of  # late: it reads stores itself
 
+        document = whole("document", document, PlanError, "pass its number")
         if not 0 <= document < self.num_documents:
             raise PlanError(
-                f"{self.path}: a document must lie within 0:{self.num_documents}, got {document}; count from 0"
+                f"{self.path}: document out of range: {document}; the store has {self.num_documents}, from 0 on"
             )
         shard = int(np.searchsorted(self.document_begins, document, side="right")) - 1
         place = self._shard_place(shard)
@@ -205,6 +208,7 @@ class Store(Records):
 
     def document_bounds(self, document: int) -> tuple[int, int]:
         """Return where a document begins and ends (exclusive) in the whole stream."""
+        document = whole("document", document, PlanError, "pass its number")
         begin, end = self.document_offsets(document, document + 1).tolist()
         return begin, end
 

@@ -37,7 +37,7 @@ from tokenmill.store.origins import check_origins
 from tokenmill.store.ranges import RangeRequest, Ranges, Request, merged, part_of, read_range, sparse_map
 from tokenmill.store.sections import read_index, write_index, write_section
 from tokenmill.store.store import Store, file_request
-from tokenmill.tables import is_address, path_of
+from tokenmill.tables import check_callable, check_instance, is_address, path_of
 from tokenmill.types import RemoteOptions, Uint8Array, Uint64Array
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ def verify(
     Raises the StoreError of what is wrong, with the file's name; where several things are, it has a line for each.
     Memory does not grow with the store.
     """
+    check_callable("progress", progress)
+    if options is not None:
+        check_instance("options", options, ForeignOptions, "leave it out for a store of tokenmill")
     report = check_store(path, progress=progress, options=options, remote=remote, add_page_sums=add_page_sums)
     _raise_first(report.problems)
     return report

@@ -23,7 +23,7 @@ from tokenmill.store.foreign.open import (
 from tokenmill.store.layout import axis_of, is_ours
 from tokenmill.store.store import Store
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD, StoreSpec, StoreWriter
-from tokenmill.tables import check_types, path_of
+from tokenmill.tables import check_callable, check_instance, check_types, path_of
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
 
 BATCH_TOKENS = 1 << 22
@@ -64,7 +64,14 @@ def import_store(
     store can then be mixed with others of that tokenizer.
     """
     source, out = Path(path_of("path", path)), path_of("out", out)
-    check_types(max_tokens_per_shard=(max_tokens_per_shard, int), rebuild=(rebuild, bool))
+    check_types(
+        max_tokens_per_shard=(max_tokens_per_shard, int),
+        rebuild=(rebuild, bool),
+        tokenizer=(tokenizer, Mapping[str, Any] | None),
+    )
+    check_callable("progress", progress)
+    if options is not None:
+        check_instance("options", options, ForeignOptions, "leave it out if the files describe themselves")
     known = _with_tokenizer(options or ForeignOptions(), tokenizer)
     if is_ours(source) or known.format == "tokenmill":
         raise StoreError(f"{source}: must be of another format, got a store of tokenmill; use it as it is")

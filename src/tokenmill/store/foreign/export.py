@@ -33,7 +33,7 @@ from tokenmill.store.opening import open_store
 from tokenmill.store.origins import kept_fields
 from tokenmill.store.store import Store
 from tokenmill.store.writer import POSITION_IDS, import_h5py
-from tokenmill.tables import check_option, path_of
+from tokenmill.tables import check_callable, check_instance, check_option, check_types, path_of
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
 
 _BLOCK = 1 << 22
@@ -101,6 +101,10 @@ def export_store(
     format has no place for, which is refused else.
     """
     check_option("format", format, EXPORTS)
+    check_types(drop_masks=(drop_masks, bool))
+    check_callable("progress", progress)
+    if options is not None:
+        check_instance("options", options, ForeignOptions, "leave it out for a store of tokenmill")
     store, target = open_store(path, **asdict(options or ForeignOptions())), Path(path_of("out", out))
     keys, notes = _chosen_keys(store, format, drop_masks=drop_masks)
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):

@@ -22,7 +22,7 @@ from tokenmill.store.layout import FileInfo
 from tokenmill.store.opening import read_ours
 from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.verify import add_page_sums_only, read_sums, sums_file
-from tokenmill.tables import is_address, path_of
+from tokenmill.tables import check_callable, check_instance, is_address, path_of
 from tokenmill.types import RemoteOptions
 
 THREADS = 8
@@ -61,6 +61,9 @@ def upload(
     the address is never overwritten: StoreExistsError.
     """
     path = Path(path_of("store", store))
+    check_callable("progress", progress)
+    if options is not None:
+        check_instance("options", options, RemoteOptions, "leave it out")
     if not is_address(address):
         raise ConfigError(
             f"address: must be one of object storage, got {address!r}; write s3://bucket/path, or copy the folder"
