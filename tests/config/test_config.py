@@ -3,7 +3,7 @@ import pytest
 from tokenmill.config.run import parse_config, read_tables
 from tokenmill.config.schedule import read_numbers
 from tokenmill.errors import ConfigError
-from tokenmill.loader.assemble import array_shapes
+from tokenmill.loader.buffers import array_shapes
 from tokenmill.run.run import Run
 from tokenmill.types import ARRAYS, WHOLE_BATCH_ARRAYS
 

@@ -134,7 +134,7 @@ def test_memory_is_used_again_once_a_batch_is_dropped(make_run):
 
 def test_memory_is_never_used_again_where_reference_counts_are_not_exact(make_run, monkeypatch):
     """Free-threaded Python, where a buffer may be in use although its count says that it is not."""
-    monkeypatch.setattr("tokenmill.loader.assemble._HAS_GIL", False)
+    monkeypatch.setattr("tokenmill.loader.buffers._HAS_GIL", False)
     loader = make_run().loader(micro_batch=4, threads=0)
     stream = iter(loader)
     first = next(stream)

@@ -31,7 +31,7 @@ KERNEL_TESTS = (
     "packing/test_packed.py",
     "packing/test_concat.py",
     "packing/test_packers.py",
-    "loader/test_assemble.py",
+    "loader/test_blocks.py",
     "loader/test_balance.py",
     "loader/test_segments.py",
     "plan/test_mixture.py",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
 from tokenmill.packing import ConcatRows
-from tokenmill.packing.index import check_excluded, describe_excluded, holes_of
+from tokenmill.packing.holes import check_excluded, describe_excluded, holes_of
 from tokenmill.store import open_store
 
 stretches = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=20)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tokenmill.config.run import parse_config
 from tokenmill.errors import ConfigError
-from tokenmill.plan.plan import TokenSchedule, slots_before
+from tokenmill.plan.lr import TokenSchedule
 from tokenmill.run.run import Run
 
 LENGTHS = [5, 9, 1, 30, 12, 8, 2, 17, 9, 4, 26, 11, 3]
@@ -198,8 +198,8 @@ def test_a_table_takes_time_for_steps_and_parts_and_not_for_their_product(make_r
     assert table.tolist() == [schedule(step) for step in trained]
     # The straightforward sum over all parts gives the same tokens, and they give the same factors.
     for step in range(plan.steps + 1):
-        assert slots_before(plan, step, skipped=True) == slots_one_by_one(plan, step)
-        assert slots_before(plan, step, skipped=False) == slots_one_by_one(plan, step) - sum(
+        assert plan.slots_before(step, skipped=True) == slots_one_by_one(plan, step)
+        assert plan.slots_before(step, skipped=False) == slots_one_by_one(plan, step) - sum(
             slots_one_by_one(plan, skipped + 1) - slots_one_by_one(plan, skipped)
             for skipped in range(step)
             if skipped not in trained

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import tokenmill
 from tokenmill.config.run import parse_config
 from tokenmill.errors import ConfigError
-from tokenmill.loader.loader import row_digests, stack
+from tokenmill.loader.digests import row_digests, stack
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter
 

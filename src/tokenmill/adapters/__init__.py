@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from tokenmill.errors import ConfigError, MissingExtraError
-from tokenmill.plan.plan import TokenSchedule
+from tokenmill.plan.lr import TokenSchedule
 
 ENDLESS = 1 << 40
 """Steps of live text that has no end of its own."""

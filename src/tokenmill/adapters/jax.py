@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from tokenmill.loader import Loader
-    from tokenmill.plan.plan import TokenSchedule, TokensSeen
+    from tokenmill.plan.lr import TokenSchedule
+    from tokenmill.plan.plan import TokensSeen
     from tokenmill.types import Batch
 
 Arrays = dict[str, jax.Array]

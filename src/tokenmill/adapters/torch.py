@@ -32,7 +32,8 @@ from tokenmill.types import AnyArray, Batch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from tokenmill.plan.plan import TokenSchedule, TokensSeen
+    from tokenmill.plan.lr import TokenSchedule
+    from tokenmill.plan.plan import TokensSeen
     from tokenmill.run.evals import Eval
     from tokenmill.run.run import Run
     from tokenmill.store import Store

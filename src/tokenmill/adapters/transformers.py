@@ -31,7 +31,7 @@ from tokenmill.store import Store
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
-    from tokenmill.plan.plan import TokenSchedule
+    from tokenmill.plan.lr import TokenSchedule
 
 ARRAYS = ("input_ids", "labels", "position_ids")
 """Arrays that a model receives; the positions show where documents start."""

@@ -418,7 +418,7 @@ class Config:
     @cached_property
     def resolved_stages(self) -> tuple[ResolvedStage, ...]:
         """The stages with everything filled in; where none is written, one over the whole run."""
-        from tokenmill.plan.plan import check_order
+        from tokenmill.plan.compile import check_order
 
         stages = self._written_stages
         check_order([(stage.name, stage.start_step) for stage in stages], self.steps)

@@ -13,7 +13,7 @@ from tokenmill.encode.tokenizer import TOKENS_AROUND, Tokenizer, TokenTexts, tok
 from tokenmill.errors import PlanError
 from tokenmill.inspect.examples import span_ids
 from tokenmill.inspect.stores import bins_of, named_bins
-from tokenmill.loader import assemble
+from tokenmill.loader import blocks, buffers
 from tokenmill.loader.balance import balance, group_edges, step_costs, waiting
 from tokenmill.loader.layout import Layout, RankSlice
 from tokenmill.packing import RecordRows
@@ -300,25 +300,25 @@ def _stored(run: Run, step: int) -> tuple[Stage, dict[int, StoredRows]]:
     """Return the stage of a step, and the rows of its sources that stand in stores."""
     plan = run.plan()
     stage = plan.trained_stage(step)
-    live = [name for name, rows in stage.rows.items() if not assemble.is_stored(rows)]
+    live = [name for name, rows in stage.rows.items() if not buffers.is_stored(rows)]
     if live:
         raise PlanError(
             f"step {step}: which rows it holds must be known before they are read, got live text of {live[0]!r}; "
             "leave out live = true, and the text is prepared once"
         )
-    rows_by_id = {plan.sources.index(name): rows for name, rows in stage.rows.items() if assemble.is_stored(rows)}
+    rows_by_id = {plan.sources.index(name): rows for name, rows in stage.rows.items() if buffers.is_stored(rows)}
     return stage, rows_by_id
 
 
 def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:
     stage, stored = _stored(run, step)
     slots = np.array([use.slot for use in uses])
-    places, kind = (np.full_like(slots, step), slots), assemble.record_type(stage)
+    places, kind = (np.full_like(slots, step), slots), buffers.record_type(stage)
     ends = {name: _framing(run.stores[name]) for name in {use.source for use in uses}}
     if kind is None:
         room, multiple = stage.spec.seq_len + 1, stage.segment_multiple
         # No id is -1, so that padding is taken for none.
-        batch = _arrays(assemble.SequenceBlock(stage, stored, places, ("input_ids", "labels"), pad=-1))
+        batch = _arrays(blocks.SequenceBlock(stage, stored, places, ("input_ids", "labels"), pad=-1))
         columns = [_columns(use.spans, multiple) for use in uses]
         ids = np.concatenate([batch["input_ids"], batch["labels"][:, -1:]], axis=1)
         for line in np.flatnonzero(ids[:, -1] < 0).tolist():  # the last token of a row stands in its labels alone
@@ -341,7 +341,7 @@ def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:
             )
             yield StepRow(slot=use.slot, source=use.source, row=use.row, strips=(strip,))
         return
-    batch = _arrays(assemble.RecordBlock(stage, stored, places, assemble.RECORD_ARRAYS[kind], kind))
+    batch = _arrays(blocks.RecordBlock(stage, stored, places, buffers.RECORD_ARRAYS[kind], kind))
     for number, use in enumerate(uses):
         rows = stage.rows[use.source]
         assert isinstance(rows, RecordRows)
@@ -372,7 +372,7 @@ def _columns(spans: Sequence[Span], multiple: int) -> tuple[int, ...]:
     return tuple(columns)
 
 
-def _arrays(block: assemble.Block) -> Batch:
+def _arrays(block: blocks.Block) -> Batch:
     try:
         return block.batch(0, {name: np.empty(*kind) for name, kind in block.shapes(block.num_rows).items()})
     finally:
@@ -404,7 +404,7 @@ def _record_strips(
     document, starts = record
     for key, mask in token_arrays(kind).items():
         seq_len = batch[key].shape[-1]
-        lengths = np.atleast_1d(batch[assemble.LENGTHS[key]][number])
+        lengths = np.atleast_1d(batch[buffers.LENGTHS[key]][number])
         count = int(batch["group_size"][number]) if key == "responses" else 1
         flags = np.zeros((count, seq_len), np.bool_)
         if mask is not None:
@@ -423,7 +423,7 @@ def _record_strips(
                 trained=trained,
                 bos=bos[item],
                 eos=eos[item],
-                reward=float(batch[assemble.REWARDS][number, item]) if key == "responses" else None,
+                reward=float(batch[buffers.REWARDS][number, item]) if key == "responses" else None,
             )
 
 
@@ -451,12 +451,12 @@ def row_arrays(run: Run, step: int, slot: int) -> dict[str, list[Any]]:
     """Return the arrays of a batch for one row, as numbers: those that have a line for every row."""
     stage, stored = _stored(run, step)
     _check_within("slot", slot, stage.spec.global_batch_size)
-    places, kind = (np.array([step]), np.array([slot])), assemble.record_type(stage)
+    places, kind = (np.array([step]), np.array([slot])), buffers.record_type(stage)
     if kind is not None:
-        batch = _arrays(assemble.RecordBlock(stage, stored, places, assemble.RECORD_ARRAYS[kind], kind))
+        batch = _arrays(blocks.RecordBlock(stage, stored, places, buffers.RECORD_ARRAYS[kind], kind))
     else:
         continuous, horizon = run.config.run.positions == "row", run.config.run.horizon
-        block = assemble.SequenceBlock(stage, stored, places, ROW_ARRAYS, continuous=continuous, horizon=horizon)
+        block = blocks.SequenceBlock(stage, stored, places, ROW_ARRAYS, continuous=continuous, horizon=horizon)
         batch = _arrays(block)
     return {name: array[0].tolist() if array[0].ndim else [array[0].item()] for name, array in batch.items()}
 
@@ -496,7 +496,7 @@ def inspect_packing(run: Run) -> tuple[SourcePacking, ...]:
             spans = index.spans(chosen)
             filled = np.bincount(np.repeat(np.arange(chosen.size), spans.count), spans.length, chosen.size)
             # A row of a sequence has one token more, the last label.
-            share = np.minimum(filled / (part.spec.seq_len + (assemble.record_type(part) is None)), 1)
+            share = np.minimum(filled / (part.spec.seq_len + (buffers.record_type(part) is None)), 1)
             measured[part.spec.name, name] = SourcePacking(
                 stage=part.spec.name,
                 source=name,

@@ -22,15 +22,17 @@ from tokenmill.errors import ConfigError, DocumentError, ResumeError, TokenizerE
 from tokenmill.fingerprint import digest
 from tokenmill.live.source import LiveSource, Windows
 from tokenmill.live.tokens import EMPTY, WindowRows, in_order, no_documents, pack_window, tokenize_window
-from tokenmill.loader.assemble import RowsInMemory, pad_id
+from tokenmill.loader.blocks import RowsInMemory
+from tokenmill.loader.buffers import pad_id
 from tokenmill.loader.drawn import Skipped, SkippedText
 from tokenmill.loader.kernels import SPAN_COLUMNS
 from tokenmill.loader.layout import Layout, RankSlice
-from tokenmill.loader.loader import Loader, LoaderOptions
+from tokenmill.loader.loader import Loader
+from tokenmill.loader.options import LoaderOptions
 from tokenmill.loader.state import DrawnRows, LanePosition, Position, RowFormat, State
 from tokenmill.packing.packers import Policy
+from tokenmill.plan.compile import compile_plan
 from tokenmill.plan.order import Shuffle
-from tokenmill.plan.plan import compile_plan
 from tokenmill.plan.stages import StageSpec
 from tokenmill.tables import names_of
 from tokenmill.types import Int64Array

@@ -6,20 +6,13 @@
 3. Out: dicts of arrays, in order, from any step where no row is drawn; a small state; digests.
 """
 
-from tokenmill.loader.assemble import RECORD_ARRAYS
 from tokenmill.loader.attribution import NO_DOCUMENT, Attribution
+from tokenmill.loader.buffers import RECORD_ARRAYS
+from tokenmill.loader.digests import DIGEST_ARRAYS, batch_digest, count_tokens, row_digests, stack
 from tokenmill.loader.kernels import IGNORE
 from tokenmill.loader.layout import Layout, RankSlice
-from tokenmill.loader.loader import (
-    DIGEST_ARRAYS,
-    Loader,
-    LoaderOptions,
-    batch_digest,
-    count_tokens,
-    row_digests,
-    stack,
-    usual_arrays,
-)
+from tokenmill.loader.loader import Loader, usual_arrays
+from tokenmill.loader.options import LoaderOptions
 from tokenmill.types import ARRAYS
 
 __all__ = [

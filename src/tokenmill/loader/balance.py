@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenmill.compiled import int64, kernel, least
-from tokenmill.loader.assemble import is_stored
+from tokenmill.loader.buffers import is_stored
 from tokenmill.packing.rows import StoredRows
 from tokenmill.plan.stages import rows_at
 from tokenmill.types import BoolArray, Float64Array, Int64Array

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 import numpy as np
 
 from tokenmill.errors import ConfigError, ResumeError
-from tokenmill.loader.assemble import Block, RowsInMemory
+from tokenmill.loader.blocks import Block, RowsInMemory
 from tokenmill.loader.state import EDITED, LanePosition, LiveState, Position, RowFormat, live_json
 from tokenmill.plan.stages import Rows, rows_at
 from tokenmill.types import Batch, Int64Array
 
 if TYPE_CHECKING:
     from tokenmill.loader.layout import RankSlice
-    from tokenmill.loader.loader import LoaderOptions
+    from tokenmill.loader.options import LoaderOptions
     from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import Stage
 

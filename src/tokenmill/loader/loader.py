@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate, groupby
+from itertools import accumulate
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import xxhash
 
 from tokenmill.errors import ConfigError, PlanError, ResumeError, nearest
 from tokenmill.fingerprint import digest
-from tokenmill.loader import assemble
+from tokenmill.loader import buffers, fetch
 from tokenmill.loader.attribution import Attribution, attribute
 from tokenmill.loader.balance import BALANCE_VERSION, Balancer
+from tokenmill.loader.blocks import Block, RecordBlock, SequenceBlock
 from tokenmill.loader.drawn import DrawnSources, Lanes
 from tokenmill.loader.layout import RankSlice
+from tokenmill.loader.log import announce_plan, announce_stage
 from tokenmill.loader.metrics import Meter, measure
+from tokenmill.loader.options import LoaderOptions
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
 from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.plan import Plan, TokensSeen
-from tokenmill.plan.stages import Stage, StageSpec, as_step, rows_at
+from tokenmill.plan.stages import Stage, as_step, rows_at
 from tokenmill.store.layout import PAGE_BYTES
-from tokenmill.tables import check_fields, check_types
-from tokenmill.types import ARRAYS, POSITIONS, Batch, Int64Array, distinct
+from tokenmill.tables import check_types
+from tokenmill.types import ARRAYS, Batch, Int64Array, distinct
 
 if TYPE_CHECKING:
     from tokenmill.store import Store
@@ -61,127 +61,6 @@ def _count_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_count_fork)
-
-# What is logged of a plan: a line for each stage when an iteration starts, and one when a stage begins.
-
-logger = logging.getLogger("tokenmill")
-
-
-def _announce_plan(plan: Plan, step: int) -> None:
-    """Log the stages of a plan, and where the run stands."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
-    logger.info("plan %s: %s steps, now at step %s", plan.fingerprint[:16], f"{plan.steps:,}", f"{step:,}")
-    for line in _stage_lines(plan):
-        logger.info("%s", line)
-
-
-def _announce_stage(plan: Plan, before: int, after: int) -> None:
-    """Log that a stage has begun, if the steps belong to different ones, or that steps were skipped."""
-    if not logger.isEnabledFor(logging.INFO):
-        return
-    old, new = plan.stage(before).spec, plan.stage(after).spec
-    for stage in plan.stages:
-        if stage.spec.skipped is not None and before < stage.spec.start_step <= after:
-            logger.info(
-                "steps %s:%s skipped: %s",
-                f"{stage.spec.start_step:,}",
-                f"{stage.end_step:,}",
-                stage.spec.skipped or "no reason given",
-            )
-    if old.number != new.number:
-        shown, changes = _facts(plan.stage(after)), ", ".join(_changes(old, new)) or "none"
-        logger.info("step %s: stage %r -> %r: %s; changes: %s", f"{after:,}", old.name, new.name, shown, changes)
-
-
-def _stage_lines(plan: Plan) -> Iterator[str]:
-    """Yield a line for each stage: its steps, batch, sequence length and weights."""
-    for number, parts in groupby(plan.stages, key=lambda stage: stage.spec.number):
-        stages = list(parts)
-        first, last = stages[0], stages[-1]
-        rows = sum(stage.num_positions for stage in stages if stage.spec.skipped is None)
-        tokens = rows * last.row_slots
-        yield (
-            f"stage {number} {first.spec.name!r}: steps {first.spec.start_step:,}:{last.end_step:,}, "
-            f"{tokens:,} tokens, {_facts(last)}"
-        )
-
-
-def _facts(stage: Stage) -> str:
-    spec = stage.spec
-    total = float(sum(spec.weights.values()))
-    shares = ", ".join(f"{name} {weight / total:.1%}" for name, weight in sorted(spec.weights.items()))
-    scale = f", lr_scale {spec.lr_scale:g}" if spec.lr_scale != 1 else ""
-    ramp = f" by a {spec.ramp.shape} ramp until step {spec.ramp.end:,}" if spec.ramp else ""
-    return f"batch {spec.global_batch_size:,}, seq_len {spec.seq_len:,}, {shares}{ramp}{scale}"
-
-
-def _changes(old: StageSpec, new: StageSpec) -> Iterator[str]:
-    """Yield what differs between two stages, of what decides their batches or is passed on to the trainer."""
-    names = [", ".join(sorted(spec.weights)) for spec in (old, new)]
-    if names[0] != names[1]:
-        yield f"sources ({names[0]} -> {names[1]})"
-    shares = [
-        {name: weight / sum(spec.weights.values()) for name, weight in spec.weights.items()} for spec in (old, new)
-    ]
-    if shares[0] != shares[1]:
-        yield "weights"
-    values = {
-        "batch": (f"{old.global_batch_size:,}", f"{new.global_batch_size:,}"),
-        "seq_len": (f"{old.seq_len:,}", f"{new.seq_len:,}"),
-        "packing": (_packing(old), _packing(new)),
-        "shuffle": (old.shuffle.mode, new.shuffle.mode),
-        "seed": (str(old.seed), str(new.seed)),
-        "lr_scale": (f"{old.lr_scale:g}", f"{new.lr_scale:g}"),
-    }
-    yield from (f"{name} {before} -> {after}" for name, (before, after) in values.items() if before != after)
-
-
-def _packing(spec: StageSpec) -> str:
-    return ", ".join(sorted({str(rows.description.get("packing")) for rows in spec.rows.values()}))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoaderOptions:
-    """What a loader delivers and how it works ahead; neither changes which tokens a batch holds."""
-
-    arrays: tuple[str, ...] = ("input_ids", "labels", "position_ids", "doc_ids")
-    threads: int = 1
-    """Threads that assemble batches ahead of the caller, or that read and tokenize live text; 0 does it all when a
-    batch is asked for."""
-    prefetch: int = 8
-    """Micro-batches that are kept ready."""
-    positions: str = "document"
-    """Where `position_ids` start from 0: at every `document`, or only at the start of the `row`."""
-    horizon: int = 1
-    """How many of the next tokens are labels of an input; with more than one, `labels` has an axis more."""
-    columns: tuple[str, ...] = ()
-    """Fields that stores of records keep of each (`prepare --keep`), which a batch delivers beside its arrays."""
-    pad_to: str = "row"
-    """How far the rows of a batch are padded: to the length of a `row`, or of the longest one of the `batch`, where
-    one is iterated over; `loader[step]` pads to the row."""
-    timeout: float = 30.0
-    """Seconds after which a thread that reads live text, and gets no further, is given up."""
-    ahead: int | None = None
-    """Windows of live text that are made before they are needed, besides the one that each lane holds; at least
-    `threads`. None: one more than `threads`, so that no thread waits until its last window is taken."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "loader.")
-        if self.positions not in POSITIONS:
-            raise ConfigError(
-                f"positions: must be one of {', '.join(POSITIONS)}, got {self.positions!r}; "
-                f"{nearest(self.positions, POSITIONS)}"
-            )
-        if self.threads < 0 or self.prefetch < 1 or not self.timeout > 0:
-            raise ConfigError(
-                "loader: threads must be at least 0, prefetch at least 1 and timeout more than 0, got "
-                f"{self.threads}, {self.prefetch} and {self.timeout}; use threads=0 to do without prefetching"
-            )
-        if self.horizon < 1:
-            raise ConfigError(f"loader: horizon must be at least 1, got {self.horizon}; leave it out for 1")
-        if self.ahead is not None and self.ahead < 1:
-            raise ConfigError(f"loader: ahead must be at least 1, got {self.ahead}; leave it out")
 
 
 class Loader:
@@ -213,7 +92,7 @@ class Loader:
         self._explain = explain
         self.first_batches = list(accumulate((self._num_batches(stage) for stage in plan.stages), initial=0))
         """Micro-batches before each stage, and of all."""
-        self._pools: dict[tuple[int, ...], assemble.BufferPool] = {}
+        self._pools: dict[tuple[int, ...], buffers.BufferPool] = {}
         self.announces = True
         """Whether the plan and its stages are logged; those of endless text say nothing to a reader."""
         self.num_drawn = 0
@@ -280,7 +159,7 @@ class Loader:
         (steps, slots), source_rows = self._places(stage, (step - stage.spec.start_step) * batches, batches)
         return attribute(self._stored(stage), slots, *(source_rows or rows_at(stage, steps, slots)))
 
-    def _finished(self, block: assemble.Block, number: int, batch: Batch) -> Batch:
+    def _finished(self, block: Block, number: int, batch: Batch) -> Batch:
         """Return a batch without the padding that none of its rows needs, and with the columns of its records."""
         if self.options.pad_to == "batch":
             batch = block.trimmed(number, batch)
@@ -353,7 +232,7 @@ class Loader:
         """How many bytes of blocks are begun before they are needed."""
         return self.network.options.horizon_bytes if self.network else 0
 
-    def _wait(self, block: assemble.Block, ready: Callable[[], T]) -> T:
+    def _wait(self, block: Block, ready: Callable[[], T]) -> T:
         """Return what is made of a block, and note for how long the network kept the caller waiting."""
         if self.network is None or block.is_here:
             return ready()
@@ -408,12 +287,12 @@ class Loader:
     def _check_options(self) -> None:
         """Refuse arrays, labels, padding and parts of rows that batches of the plan cannot have."""
         plan, arrays = self.plan, self.arrays
-        kind = assemble.record_type(plan.stages[0])
-        known = ARRAYS if kind is None else (*assemble.RECORD_ARRAYS[kind], "source")
+        kind = buffers.record_type(plan.stages[0])
+        known = ARRAYS if kind is None else (*buffers.RECORD_ARRAYS[kind], "source")
         for name in self.options.arrays:
             if name not in known:
                 raise ConfigError(f"arrays: must be among {', '.join(known)}, got {name!r}; {nearest(name, known)}")
-        lines = assemble.stage_shapes(plan.stages[0], arrays, 1)
+        lines = buffers.stage_shapes(plan.stages[0], arrays, 1)
         if len(set(arrays)) != len(arrays) or not (lines or self.part.layout.needs == "nothing"):
             raise ConfigError(
                 f"arrays: must name each array once, and one that has a line for every row, "
@@ -507,21 +386,21 @@ class Loader:
             self.num_drawn = self.first_batches[stage.index] + steps * self.part.batches(stage) + position.batch
         self.num_jumps += 1
 
-    def _block(self, stage: Stage, first: int, count: int, *, ahead: bool = False) -> assemble.Block:
+    def _block(self, stage: Stage, first: int, count: int, *, ahead: bool = False) -> Block:
         """Find the rows of `count` micro-batches of a stage, from its `first`-th on."""
         places, source_rows = self._places(stage, first, count)
-        kind, fetching = assemble.record_type(stage), self._fetch_options(ahead)
+        kind, fetching = buffers.record_type(stage), self._fetch_options(ahead)
         if kind is not None:
-            return assemble.RecordBlock(stage, self._stored(stage), places, self.arrays, kind, fetching)
+            return RecordBlock(stage, self._stored(stage), places, self.arrays, kind, fetching)
         block = self._sequences(stage, places, self.arrays, fetching, source_rows)
         if "num_loss_tokens" in self.arrays:
             block.set_loss_tokens(self._count_labels(stage, block, first, count))
         return block
 
-    def _fetch_options(self, ahead: bool) -> assemble.FetchOptions:
+    def _fetch_options(self, ahead: bool) -> fetch.FetchOptions:
         """Return how a block fetches what is not on this machine."""
         limited = self.network is not None and bool(self.network.options.limit_bytes)
-        return assemble.FetchOptions(ahead=ahead, plan=self.plan if limited else None)
+        return fetch.FetchOptions(ahead=ahead, plan=self.plan if limited else None)
 
     def slots(self, step: int) -> Int64Array:
         """Return which slots of the batch of a step this rank has, in order: what `what` names rows by."""
@@ -549,10 +428,10 @@ class Loader:
         stage: Stage,
         places: tuple[Int64Array, Int64Array],
         arrays: Sequence[str],
-        fetching: assemble.FetchOptions | None = None,
+        fetching: fetch.FetchOptions | None = None,
         source_rows: tuple[Int64Array, Int64Array] | None = None,
-    ) -> assemble.SequenceBlock:
-        return assemble.SequenceBlock(
+    ) -> SequenceBlock:
+        return SequenceBlock(
             stage,
             self._stored(stage),
             places,
@@ -568,11 +447,9 @@ class Loader:
     def _stored(self, stage: Stage) -> dict[int, StoredRows]:
         """Return the sources of a stage that stand in stores, by their ids."""
         names = self.plan.sources
-        return {names.index(name): rows for name, rows in stage.rows.items() if assemble.is_stored(rows)}
+        return {names.index(name): rows for name, rows in stage.rows.items() if buffers.is_stored(rows)}
 
-    def _count_labels(
-        self, stage: Stage, block: assemble.SequenceBlock, first: int, count: int
-    ) -> dict[int, Int64Array]:
+    def _count_labels(self, stage: Stage, block: SequenceBlock, first: int, count: int) -> dict[int, Int64Array]:
         """Count the labels of the global batches of a block: what the loss of all ranks together is divided by."""
         per_step = self.part.batches(stage)
         masked = any(LOSS_MASK in rows.store.keys for rows in self._stored(stage).values())
@@ -639,7 +516,7 @@ class Loader:
         mapped = [rows.store for rows in self._stored(stage).values() if not rows.store._by_ranges]
         stores = {id(store): store for store in mapped}
         # Of records every array is mapped.
-        files = sum(s.num_shards * (len(s.keys) if assemble.record_type(stage) else 1) for s in stores.values())
+        files = sum(s.num_shards * (len(s.keys) if buffers.record_type(stage) else 1) for s in stores.values())
         crowded = any(files > store._maps.limit // 2 for store in stores.values())
         most = block_rows(stage.row_slots, self._row_bytes(stage), self._horizon)
         return min(BLOCK_ROWS // 8, most) if crowded else most
@@ -653,18 +530,18 @@ class Loader:
                 for rows in self._stored(stage).values():
                     rows.store._maps.renew_lock()
 
-    def _pool(self, block: assemble.Block) -> assemble.BufferPool:
+    def _pool(self, block: Block) -> buffers.BufferPool:
         """Return memory for the micro-batches of a block, used again when nobody holds them any more."""
         key = (*block.shape, self.part.micro_batch)
         if key not in self._pools:
-            self._pools[key] = assemble.BufferPool(block.shapes(self.part.micro_batch))
+            self._pools[key] = buffers.BufferPool(block.shapes(self.part.micro_batch))
         return self._pools[key]
 
 
 def usual_arrays(plan: Plan) -> tuple[str, ...]:
     """Return what a loader of a plan delivers if nobody says otherwise."""
-    kind = assemble.record_type(plan.stages[0])
-    return LoaderOptions().arrays if kind is None else assemble.RECORD_ARRAYS[kind]
+    kind = buffers.record_type(plan.stages[0])
+    return LoaderOptions().arrays if kind is None else buffers.RECORD_ARRAYS[kind]
 
 
 def held_bytes(store: Store, row_slots: int) -> int:
@@ -734,9 +611,9 @@ class _Batches(Iterator[Batch]):
         if not loader.announces or not loader.part.layout.leads or step == loader.plan.steps:
             return
         if self._step < 0:
-            _announce_plan(loader.plan, step)
+            announce_plan(loader.plan, step)
         elif step > self._step:
-            _announce_stage(loader.plan, self._step, step)
+            announce_stage(loader.plan, self._step, step)
         self._step = step
 
     def _start(self) -> None:
@@ -756,10 +633,10 @@ class _Batches(Iterator[Batch]):
 
 def _inline(loader: Loader) -> Iterator[Batch]:
     """Assemble each batch when it is asked for."""
-    begun: list[assemble.Block] = []
+    begun: list[Block] = []
     is_local, finishes = loader.network is None, loader._finishes
 
-    def begin(stage: Stage, first: int, count: int) -> assemble.Block:
+    def begin(stage: Stage, first: int, count: int) -> Block:
         begun.append(loader._block(stage, first, count, ahead=bool(begun)))
         return begun[-1]
 
@@ -785,15 +662,15 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
     """Assemble batches in threads, a bounded number of them, and hand them out in order."""
     # A few batches a task, so that handing over costs little; at least two tasks a thread, so that none idles.
     size = max(1, loader.options.prefetch // (2 * loader.options.threads))
-    waiting: deque[tuple[Future[assemble.Block], Future[list[Batch]], bool]] = deque()
+    waiting: deque[tuple[Future[Block], Future[list[Batch]], bool]] = deque()
     forks = _forks
-    blocks: deque[Future[assemble.Block]] = deque()
+    begun: deque[Future[Block]] = deque()
 
-    def begin(stage: Stage, first: int, count: int) -> Future[assemble.Block]:
-        blocks.append(executor.submit(loader._block, stage, first, count, ahead=bool(blocks)))
-        return blocks[-1]
+    def begin(stage: Stage, first: int, count: int) -> Future[Block]:
+        begun.append(executor.submit(loader._block, stage, first, count, ahead=bool(begun)))
+        return begun[-1]
 
-    def copy(block: Future[assemble.Block], begin: int, end: int) -> list[Batch]:
+    def copy(block: Future[Block], begin: int, end: int) -> list[Batch]:
         rows = block.result()
         pool = loader._pool(rows)
         batches = [rows.batch(number, pool.batch()) for number in range(begin, end)]
@@ -805,8 +682,8 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
         block, batches, last = waiting.popleft()
         ready = batches.result() if batches.done() else loader._wait(block.result(), batches.result)
         if last:
-            blocks[0].result().finish()
-            blocks.popleft()
+            begun[0].result().finish()
+            begun.popleft()
         return ready
 
     try:
@@ -823,72 +700,6 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
         # in a process that was forked no thread would ever answer.
         if not sys.is_finalizing() and forks == _forks:
             executor.shutdown(wait=True, cancel_futures=True)
-            for block in blocks:
+            for block in begun:
                 if not block.cancelled() and block.exception() is None:
                     block.result().release()
-
-
-# Batches counted, joined, and compared by digests
-
-
-def count_tokens(batch: Batch) -> tuple[int, int]:
-    """Return how many tokens a batch has room for, and how many are trained on; of a batch with all its arrays.
-
-    Where labels go further than the next token, those of the next one are counted.
-    """
-    if "labels" in batch:
-        shape = batch["input_ids"].shape
-        return batch["input_ids"].size, int((batch["labels"].reshape(*shape, -1)[..., 0] >= 0).sum())
-    if "chosen" in batch:
-        # The first token of a sequence is no label, whatever its mask says.
-        trained = sum(int(batch[name][:, 1:].sum()) for name in ("chosen_mask", "rejected_mask"))
-        return batch["chosen"].size + batch["rejected"].size, trained
-    unprompted = batch["masks"][batch["prompt_len"] == 0]
-    trained = int(batch["masks"].sum()) - int(unprompted[..., 0].sum())
-    return batch["prompts"].size + batch["responses"].size, trained
-
-
-def stack(batches: Sequence[Batch]) -> Batch:
-    """Join batches row by row, as the slices of all ranks make up the global batch."""
-    joined: Batch = {}
-    for name in batches[0]:
-        parts = [batch[name] for batch in batches]
-        if name in ("cu_seqlens", "cu_seqlens_unpadded"):
-            ends = np.cumsum([0, *(int(part[-1]) for part in parts)])
-            shifted = [part[:-1] + end for part, end in zip(parts, ends[:-1], strict=True)]
-            joined[name] = np.concatenate([*shifted, ends[-1:]]).astype(np.int32)
-        elif name == "max_seqlen":
-            joined[name] = np.max(parts)
-        elif name == "num_loss_tokens":
-            joined[name] = parts[0]
-        else:
-            joined[name] = np.concatenate(parts)
-    return joined
-
-
-DIGEST_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
-"""What a row's digest covers; a loader whose digests are to be taken must deliver these, or all of `RECORD_ARRAYS`
-for its training type."""
-
-
-def row_digests(batch: Batch, names: Sequence[str] | None = None) -> list[bytes]:
-    """Return an 8-byte digest of each row over some arrays; by default those of `DIGEST_ARRAYS`, or of a record."""
-    if names is None:
-        names = next((names for names in assemble.RECORD_ARRAYS.values() if names[0] in batch), DIGEST_ARRAYS)
-    dtypes = ["<i8" if name in DIGEST_ARRAYS else batch[name].dtype.newbyteorder("<") for name in names]
-    arrays = [np.ascontiguousarray(batch[name], dtype) for name, dtype in zip(names, dtypes, strict=True)]
-    digests = []
-    for row in range(arrays[0].shape[0]):
-        state = xxhash.xxh3_64()
-        for array in arrays:
-            state.update(array[row : row + 1].data)
-        digests.append(state.digest())
-    return digests
-
-
-def batch_digest(rows: Iterable[bytes]) -> str:
-    """Return 16 hex digits for rows in order; those of all ranks in turn give that of the global batch."""
-    state = xxhash.xxh3_64()
-    for row in rows:
-        state.update(row)
-    return state.hexdigest()

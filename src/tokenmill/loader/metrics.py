@@ -98,7 +98,8 @@ def global_digest(loader: Loader, step: int) -> str | None:
 
     None if there is none, or if rows are live text, of which a rank has its own alone.
     """
-    from tokenmill.loader.loader import Loader, batch_digest, row_digests, usual_arrays
+    from tokenmill.loader.digests import batch_digest, row_digests
+    from tokenmill.loader.loader import Loader, usual_arrays
 
     last = last_trained(loader.plan, step)
     if last is None or loader.lanes:

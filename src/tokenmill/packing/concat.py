@@ -17,7 +17,7 @@ import numpy as np
 
 from tokenmill.compiled import inner, int64, kernel, least, read_int64, read_uint32
 from tokenmill.errors import StoreCorruptError
-from tokenmill.packing.index import (
+from tokenmill.packing.holes import (
     QUARANTINED,
     Holes,
     are_excluded,

@@ -9,21 +9,17 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Protocol, TypeVar
+from typing import TypeVar
 
-import msgspec
 import numpy as np
 import xxhash
 
-from tokenmill.caches import private_folder, writable
 from tokenmill.compiled import inner, int64, kernel
-from tokenmill.errors import ConfigError, StoreCorruptError, TokenmillError
-from tokenmill.fingerprint import digest
+from tokenmill.errors import ConfigError, StoreCorruptError
+from tokenmill.packing.holes import QUARANTINED, Documents, excluded_within
 from tokenmill.packing.packers import (
     BOS,
     BOS_ADDED,
@@ -47,10 +43,7 @@ from tokenmill.packing.packers import (
     pack_fragments,
     whole_fragments,
 )
-from tokenmill.store.layout import ROWS_FOLDER
-from tokenmill.store.lease import locked
 from tokenmill.store.maps import MappedFile
-from tokenmill.store.sections import read_index, write_index
 from tokenmill.types import (
     BoolArray,
     Fates,
@@ -71,139 +64,8 @@ ROW, BYTE, PIECES, CUTS, CHECK = range(5)
 
 Locate = Callable[[Int64Array], tuple[Int64Array, Int64Array, Int64Array]]
 """Documents -> (shard, first token within the shard, number of tokens) of each."""
-QUARANTINED = "quarantined"
-"""Key of a description, and the reason for which tokens of excluded documents are dropped."""
 WindowFragments = Callable[[int], "tuple[Fragments, Int32Array]"]
 """Window -> what is to be packed of it, and the lengths of its documents."""
-
-
-# What is packed: documents, without those that are excluded; the numbers of the others close up over these.
-
-
-class Documents(Protocol):
-    """What is packed: the documents of a store, or of a window of live text."""
-
-    @property
-    def path(self) -> Path:
-        """Where they are, for errors."""
-        ...
-
-    @property
-    def num_documents(self) -> int:
-        """How many there are."""
-        ...
-
-    def document_offsets(self, begin: int, end: int) -> Int64Array:
-        """Return where documents `begin` to `end` (exclusive) start, and where the last one ends."""
-        ...
-
-
-def check_excluded(store: Documents, excluded: Int64Array) -> None:
-    """Refuse excluded documents that are not in the store, not in order, or named twice."""
-    assert excluded.dtype == np.int64, "their bytes are what the description of the rows is made of"
-    size = store.num_documents
-    outside = excluded[(excluded < 0) | (excluded >= size)]
-    if outside.size:
-        raise ConfigError(
-            f"{store.path}: documents that are quarantined or held out must be among the store's {size}, 0:{size}, "
-            f"got {int(outside[0])}; count from 0"
-        )
-    wrong = np.flatnonzero(excluded[1:] <= excluded[:-1])
-    if wrong.size:
-        before, after = excluded[wrong[0] : wrong[0] + 2].tolist()
-        raise ConfigError(
-            f"{store.path}: documents that are quarantined or held out, of {size}, must be named once each, in "
-            f"ascending order, got {after} after {before}; sort them, and leave repeated ones out"
-        )
-
-
-def describe_excluded(excluded: Int64Array) -> dict[str, int | str | bool]:
-    """Return what tells rows without these documents from others, as JSON; nothing where there are none."""
-    return {QUARANTINED: digest_numbers(excluded)} if excluded.size else {}
-
-
-def digest_numbers(numbers: Int64Array) -> str:
-    """Return what tells a list of documents from others: how many there are, and a digest."""
-    plain = np.ascontiguousarray(numbers, dtype="<i8")
-    return f"{numbers.size}:{xxhash.xxh3_128_hexdigest(plain.data)}"
-
-
-def excluded_within(excluded: Int64Array, begin: int, end: int) -> Int64Array:
-    """Return which of documents `begin` to `end` (exclusive) are excluded, counted from `begin`."""
-    first, last = np.searchsorted(excluded, [begin, end])
-    return excluded[first:last] - begin
-
-
-def are_excluded(excluded: Int64Array, documents: Int64Array) -> BoolArray:
-    """Say of each document whether it is excluded."""
-    if not excluded.size:
-        return np.zeros(documents.size, np.bool_)
-    place = np.minimum(np.searchsorted(excluded, documents), excluded.size - 1)
-    return np.equal(excluded[place], documents)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Holes:
-    """Runs of numbers that are left out, so that the others close up over them.
-
-    A number is open as the store counts it, and closed as if the holes had never been. A lookup is a binary search.
-
-    >>> holes = holes_of(np.array([2, 3, 7]), np.array([1, 1, 2]))
-    >>> holes.opened(np.arange(6)).tolist(), holes.closed(np.array([1, 4, 9])).tolist()
-    ([0, 1, 4, 5, 6, 9], [1, 2, 5])
-    """
-
-    begins: Int64Array
-    """First open number of each hole; between two holes there is at least one number."""
-    places: Int64Array
-    """The closed number that comes right after each hole, ascending."""
-    before: Int64Array
-    """How many numbers the holes before each hole have, and all together: one more than there are holes."""
-
-    @property
-    def size(self) -> int:
-        """How many numbers are left out."""
-        return int(self.before[-1])
-
-    def opened(self, closed: Int64Array) -> Int64Array:
-        """Return the open number of each closed one."""
-        return closed + self.before[np.searchsorted(self.places, closed, side="right")]
-
-    def closed(self, opened: Int64Array) -> Int64Array:
-        """Return the closed number of each open one; within a hole, that of the first number after it."""
-        if not self.begins.size:
-            return opened
-        hole = np.searchsorted(self.begins, opened, side="right") - 1
-        inside = np.minimum(self.before[hole + 1], self.before[hole] + opened - self.begins[hole])
-        return opened - np.where(hole < 0, 0, inside)
-
-    def runs(self, begins: Int64Array, length: int) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Cut runs of `length` closed numbers at the holes: first open number and length of each part, in order.
-
-        The third array says of how many parts each run is made.
-        """
-        if not self.places.size:
-            return begins, np.full(begins.size, length, np.int64), np.ones(begins.size, np.int64)
-        first = np.searchsorted(self.places, begins, side="right")
-        count = np.searchsorted(self.places, begins + length, side="left") - first + 1
-        if int(count.sum()) == begins.size:
-            return begins + self.before[first], np.full(begins.size, length, np.int64), count
-        heads = np.cumsum(count) - count
-        hole = np.arange(int(count.sum())) + np.repeat(first - heads, count)
-        # A part begins after a hole and ends before the next one, but for the first and the last of a run.
-        start, end = self.places[hole - 1], self.places[np.minimum(hole, self.begins.size - 1)]
-        start[heads] = begins
-        end[heads + count - 1] = begins + length
-        return start + self.before[hole], end - start, count
-
-
-def holes_of(begins: Int64Array, lengths: Int64Array) -> Holes:
-    """Make holes of ascending runs (first number, length); those that touch become one, empty ones none."""
-    begins, lengths = begins[lengths > 0], lengths[lengths > 0]
-    heads = np.flatnonzero(np.concatenate([[True], begins[1:] != begins[:-1] + lengths[:-1]])[: begins.size])
-    ends = np.concatenate([[0], np.cumsum(lengths)])
-    before = ends[np.append(heads, begins.size)]
-    return Holes(begins=begins[heads], places=begins[heads] - before[:-1], before=before)
 
 
 def whole_documents(store: Documents) -> WindowFragments:
@@ -621,140 +483,3 @@ def _first_cut(words: Uint32Array, cuts: int, num_cuts: int, piece: int) -> int:
         else:
             high = middle
     return low
-
-
-# Row indexes kept in files: built once, by one of many processes, and mapped by all.
-#
-# The name of a file is a digest of everything that decides its content. A lock keeps other processes from
-# building the same again; where locks do not work, they build it and the last rename wins, with the same bytes.
-# The lock goes with its process, so a killed builder leaves nothing that needs to be cleaned up.
-
-FORMAT = "tokenmill-rows-1"
-
-
-def cached_index(
-    store: Path,
-    description: Mapping[str, Any],
-    packed: Callable[[], Iterator[PackedWindow]],
-    windows: int,
-    *,
-    damaged: bool = False,
-) -> WindowIndex:
-    """Return the index that `description` stands for, from its file; build that if there is none, or a damaged one.
-
-    Where it cannot be kept, it is held in memory.
-    """
-    index = kept_file(
-        store,
-        f"{digest(dict(description))}.rows",
-        "an index of rows",
-        read=lambda file: _read(file, description, windows),
-        build=lambda file: _build(file, description, packed),
-        damaged=damaged,
-    )
-    if index is None:
-        return index_in_memory(packed())
-    index.build_again = partial(cached_index, store, description, packed, windows, damaged=True)
-    return index
-
-
-def kept_file(
-    store: Path,
-    name: str,
-    what: str,
-    *,
-    read: Callable[[Path], T | None],
-    build: Callable[[Path], None],
-    damaged: bool = False,
-) -> T | None:
-    """Return what is kept of a store's rows under a name; it is built where there is none, or a `damaged` one.
-
-    None where no folder can be written to, or the disk is full.
-    """
-    for folder in (store / ROWS_FOLDER, private_folder("rows", make=False)) if not damaged else ():
-        kept = read(folder / name) if folder else None
-        if kept is not None:
-            return kept
-    folder = writable(store / ROWS_FOLDER) or private_folder("rows")
-    if folder is None:
-        return None
-    file = folder / name
-    try:
-        with locked(file.with_name(f".{file.name}.lock")) as alone:
-            kept = None if damaged else read(file)
-            if kept is None:
-                for left in folder.glob(f".tmp-{file.stem}-*") if alone else ():
-                    left.unlink()  # what a killed builder left
-                build(file)
-                kept = read(file)
-            return kept
-    except OSError as error:
-        if isinstance(error, TokenmillError):
-            raise
-        logger.warning("%s: %s cannot be kept, each process makes its own: %s", folder, what, error)
-        return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Footer:
-    """What stands at the end of a kept index, as JSON."""
-
-    format: str
-    description: Mapping[str, Any]
-    windows: int
-    counts: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)], ...]
-    table: str
-    """XXH3-64 of the table, which stands before the footer."""
-
-
-def _build(file: Path, description: Mapping[str, Any], packed: Callable[[], Iterator[PackedWindow]]) -> None:
-    def write(out: BinaryIO) -> _Footer:
-        table, counts = build_index(packed(), out.write)
-        out.write(b"\0" * (-out.tell() % 8))
-        out.write(table.tobytes())
-        return _Footer(
-            format=FORMAT,
-            description=dict(description),
-            windows=len(table) - 1,
-            # The last count came later than the format: it is written only where it says something.
-            counts=tuple(counts[: NUM_COUNTS if counts[EXCLUDED] else EXCLUDED].tolist()),
-            table=xxhash.xxh3_64_hexdigest(table.tobytes()),
-        )
-
-    write_index(file, write)
-
-
-def _read(file: Path, description: Mapping[str, Any], windows: int) -> WindowIndex | None:
-    """Map an index; None where there is none, or one that is cut or changed: it is only a cache, and made again."""
-    kept = read_index(file, _Footer)
-    if kept is None or (kept[1].format, kept[1].description) != (FORMAT, dict(description)):
-        return None
-    mapped, footer = kept
-    begin = mapped.data.size - 40 * (windows + 1)
-    if begin < 0 or begin % 8 or footer.windows != windows or len(footer.counts) not in (EXCLUDED, NUM_COUNTS):
-        return None
-    raw = mapped.data[begin:].tobytes()
-    table = np.frombuffer(raw, np.int64).reshape(-1, 5)
-    counts = np.zeros(NUM_COUNTS, np.int64)
-    counts[: len(footer.counts)] = footer.counts
-    if xxhash.xxh3_64_hexdigest(raw) != footer.table or not _is_sound(table, begin, counts):
-        return None
-    return WindowIndex(
-        table=table, data=mapped.data[:begin], counts=counts, checked=np.zeros(windows, np.bool_), file=mapped
-    )
-
-
-def _is_sound(table: Int64Array, size: int, counts: Int64Array) -> bool:
-    """Say whether a table fits `size` bytes and what was counted: kernels go by it. A checksum is soon forged."""
-    if ((table[:, :CHECK] < 0) | (table[:, :CHECK] >= 1 << 48)).any() or table[0, ROW] or table[0, BYTE]:
-        return False
-    rows, sizes = np.diff(table[:, ROW]), np.diff(table[:, BYTE])
-    pieces, cuts = table[:-1, PIECES], table[:-1, CUTS]
-    balanced = counts[TOKENS] == counts[[TRAINED, FIRST, TRUNCATED, CROPPED, EXCLUDED]].sum()
-    return bool(
-        (rows >= 0).all()
-        and (sizes == 4 * rows + 2 * (pieces + pieces % 2) + 12 * cuts).all()
-        and size - int(table[-1, BYTE]) in range(8)
-        and counts[ROWS] == table[-1, ROW]
-        and balanced
-    )

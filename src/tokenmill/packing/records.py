@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from tokenmill.errors import ConfigError
-from tokenmill.packing.index import (
+from tokenmill.packing.holes import (
     QUARANTINED,
     Holes,
     are_excluded,

@@ -12,24 +12,21 @@ import numpy as np
 from tokenmill.compiled import int64, kernel, read_uint8
 from tokenmill.errors import ConfigError, PlanError
 from tokenmill.fingerprint import digest
+from tokenmill.packing.cache import cached_index
+from tokenmill.packing.holes import Documents, check_excluded, describe_excluded, excluded_within
 from tokenmill.packing.index import (
     ROW,
-    Documents,
     PackedWindow,
     WindowFragments,
     WindowIndex,
-    cached_index,
-    check_excluded,
     compute_in_order,
-    describe_excluded,
-    excluded_within,
     index_in_memory,
     num_windows,
     pack_one,
     whole_documents,
 )
 from tokenmill.packing.packers import CUT_DOCUMENTS, MAX_DOCUMENTS
-from tokenmill.plan.stages import LAST_STEP, NOTHING, CountedRows, Held, Seen, next_steps
+from tokenmill.plan.stages import NOTHING, CountedRows, Held, Seen
 from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.store.locate import items_within, locate
 from tokenmill.store.store import Store
@@ -50,7 +47,6 @@ if TYPE_CHECKING:
     from tokenmill.packing.concat import ConcatRows
     from tokenmill.packing.packers import Fragments, Policy
     from tokenmill.packing.records import Runs
-    from tokenmill.plan.plan import Plan
 
     Counted = CountedRows
 else:
@@ -707,26 +703,3 @@ def _count(addresses: Int64Array, shards: Int64Array, firsts: Int64Array, length
             for k in range(firsts[i], firsts[i] + lengths[i]):
                 count += read_uint8(address, k) != 0
     return count
-
-
-def next_uses(
-    plan: Plan, store: Store, axis: str, shard: int, values: tuple[Int64Array, Int64Array], after: int
-) -> Int64Array:
-    """Return for runs of values of a shard, (begins, ends), the first step after `after` that needs any of them.
-
-    It is LAST_STEP where none does. All ranks count, as any of them may be on this machine.
-    """
-    begins, ends = values
-    first_uses = np.full(begins.size, LAST_STEP, np.int64)
-    for stage in plan.stages:
-        if stage.end_step <= after + 1 or stage.spec.skipped is not None:
-            continue
-        unused = np.flatnonzero(first_uses == LAST_STEP)
-        if not unused.size:
-            break
-        for name in stage.names:
-            rows = stage.rows[name]
-            if isinstance(rows, StoredRows) and rows.store is store:
-                numbers, owner = rows.rows_within_shard(axis, shard, begins[unused], ends[unused])
-                np.minimum.at(first_uses, unused[owner], next_steps(stage, name, numbers, after))
-    return first_uses

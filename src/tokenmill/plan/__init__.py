@@ -6,8 +6,9 @@
    and a digest of everything that decided the batches before a step.
 """
 
+from tokenmill.plan.compile import compile_plan
 from tokenmill.plan.order import Shuffle
-from tokenmill.plan.plan import Moment, Plan, compile_plan
+from tokenmill.plan.plan import Moment, Plan
 from tokenmill.plan.stages import CountedRows, Ramp, Rows, Stage, StageSpec
 from tokenmill.plan.uses import DocumentUses, RowUse
 

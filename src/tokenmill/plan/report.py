@@ -13,8 +13,9 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
+from tokenmill.plan.compile import room
 from tokenmill.plan.mixture import exact_weight, integer_weights
-from tokenmill.plan.plan import Plan, room, slots_before
+from tokenmill.plan.plan import Plan
 from tokenmill.plan.seen import held_rows
 from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage
 from tokenmill.types import Fates
@@ -192,7 +193,7 @@ def _stage_facts(plan: Plan, parts: Sequence[Stage]) -> StageFacts:
         end_step=parts[-1].end_step,
         steps=sum(part.num_steps for part in trained),
         skipped_steps=sum(part.num_steps for part in skipped),
-        start_tokens=slots_before(plan, spec.start_step, skipped=True),
+        start_tokens=plan.slots_before(spec.start_step, skipped=True),
         global_batch_size=spec.global_batch_size,
         last_batch_size=parts[-1].spec.global_batch_size,
         seq_len=spec.seq_len,
@@ -217,7 +218,7 @@ def _changes(plan: Plan, parts: Sequence[Stage]) -> Iterator[StageChange]:
             changes.append("the ramp is over")
         if spec.skipped is not None and (old is None or old.skipped != spec.skipped):
             changes.append(f"skipped until step {part.end_step:,}: {spec.skipped}")
-        tokens = slots_before(plan, spec.start_step, skipped=True)
+        tokens = plan.slots_before(spec.start_step, skipped=True)
         for what in changes:
             yield StageChange(stage=spec.name, step=spec.start_step, tokens=tokens, what=what)
 

@@ -185,8 +185,13 @@ class Stage:
         return max(rows.row_slots for rows in self.rows.values())
 
     @property
+    def step_slots(self) -> int:
+        """Number of input slots of one step."""
+        return self.spec.global_batch_size * self.row_slots
+
+    @property
     def segment_multiple(self) -> int:
-        """To a multiple of how many columns every segment of its rows is filled up with padding."""
+        """Number of columns: segments are padded to a multiple of it."""
         return max(rows.segment_multiple for rows in self.rows.values())
 
     @cached_property

@@ -25,7 +25,7 @@ import tokenmill
 from tokenmill.errors import ConfigError, PlanError, whole
 from tokenmill.fingerprint import first_difference
 from tokenmill.loader import row_digests, usual_arrays
-from tokenmill.loader.loader import batch_digest
+from tokenmill.loader.digests import batch_digest
 from tokenmill.store.files import write_atomically
 from tokenmill.tables import path_of, read_bytes, read_json
 
@@ -60,9 +60,7 @@ class BatchRecord:
     def __post_init__(self) -> None:
         """Reject a record of another format."""
         if self.format != FORMAT:
-            raise ConfigError(
-                f"record: unknown format {self.format}; this version reads {FORMAT}, so record again"
-            )
+            raise ConfigError(f"record: unknown format {self.format}; this version reads {FORMAT}, so record again")
 
     @property
     def end_step(self) -> int:

@@ -22,14 +22,16 @@ from tokenmill.config.evals import EvalConfig, EvalSource
 from tokenmill.config.schedule import check_alone, check_multiple, long_documents, read_tokens
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.loader import Layout, Loader, LoaderOptions, RankSlice, usual_arrays
-from tokenmill.loader.assemble import is_stored
+from tokenmill.loader.buffers import is_stored
 from tokenmill.loader.layout import find_layout
 from tokenmill.packing import Policy, RecordRows, pack_rows
-from tokenmill.packing.index import chosen_documents, digest_numbers
+from tokenmill.packing.holes import digest_numbers
+from tokenmill.packing.index import chosen_documents
 from tokenmill.packing.rows import StoredRows, TakenRows, count_held
+from tokenmill.plan.compile import compile_in_turn
 from tokenmill.plan.mixture import exact_weight
 from tokenmill.plan.order import Shuffle
-from tokenmill.plan.plan import Plan, compile_in_turn
+from tokenmill.plan.plan import Plan
 from tokenmill.plan.stages import NOTHING, Held, StageSpec
 from tokenmill.store import Store
 from tokenmill.store.hashes import EMPTY, hash_documents, read_hashes

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tokenmill.errors import ConfigError
-from tokenmill.loader.assemble import is_stored
+from tokenmill.loader.buffers import is_stored
 from tokenmill.loader.loader import block_rows, held_bytes
 from tokenmill.packing.rows import LOSS_MASK, StoredRows
 from tokenmill.plan.order import EpochOrder, Shuffle

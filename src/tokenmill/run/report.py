@@ -19,13 +19,13 @@ from tokenmill.errors import ConfigError
 from tokenmill.hooks import attached
 from tokenmill.inspect.audit import Audit, audit
 from tokenmill.loader import LoaderOptions
-from tokenmill.loader.assemble import RECORD_ARRAYS, is_stored, record_type, stage_shapes
 from tokenmill.loader.balance import balance, group_edges, step_costs, waiting
+from tokenmill.loader.buffers import RECORD_ARRAYS, is_stored, record_type, stage_shapes
 from tokenmill.packing.concat import ConcatRows
-from tokenmill.packing.index import QUARANTINED, are_excluded
+from tokenmill.packing.holes import QUARANTINED, are_excluded
 from tokenmill.packing.records import RecordRows, responses_of
 from tokenmill.packing.rows import FollowingRows, PackedRows, count_ones
-from tokenmill.plan.plan import Plan, slots_before
+from tokenmill.plan.plan import Plan
 from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warnings
 from tokenmill.plan.stages import CountedRows, Stage
 from tokenmill.run.evals import Overlap, overlaps
@@ -429,7 +429,7 @@ def _quarantine_steps(plan: Plan, quarantined: Sequence[Quarantined]) -> Iterato
     """Yield the beginnings of quarantines after the first step."""
     for edit in quarantined:
         if edit.from_step:
-            stage, tokens = plan.stage(edit.from_step), slots_before(plan, edit.from_step, skipped=True)
+            stage, tokens = plan.stage(edit.from_step), plan.slots_before(edit.from_step, skipped=True)
             what = f"quarantine of {edit.source!r}"
             yield StageChange(stage=stage.spec.name, step=edit.from_step, tokens=tokens, what=what)
 

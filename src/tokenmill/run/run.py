@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from tokenmill.loader import Layout, Loader
     from tokenmill.packing import ConcatRows, PackedRows, Policy, RecordRows
     from tokenmill.plan import Plan, Rows
-    from tokenmill.plan.plan import TokenSchedule
+    from tokenmill.plan.lr import TokenSchedule
     from tokenmill.run.check import BatchCheck, BatchRecord
     from tokenmill.run.compare import Difference
     from tokenmill.run.evals import Evals
@@ -483,7 +483,7 @@ class Run:
 
     @cached_property
     def _compiled(self) -> tuple[Plan, float]:
-        from tokenmill.plan.plan import compile_plan
+        from tokenmill.plan.compile import compile_plan
 
         for kind in self._record_kinds:
             self._check_for_records(kind)
@@ -564,7 +564,7 @@ class Run:
         It rises over `warmup_tokens`, and goes down to `final` at the last step: over all that follows, or over the
         last `decay_tokens` of the run.
         """
-        from tokenmill.plan.plan import TokenSchedule
+        from tokenmill.plan.lr import TokenSchedule
 
         where = "lr_schedule"
         check_types(decay=(decay, str), final=(final, int | float))

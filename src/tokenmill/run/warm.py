@@ -118,7 +118,7 @@ def _runs() -> Iterator[dict[str, Any]]:
 def _rehearse(tables: Mapping[str, Any], folder: Path) -> None:
     """Draw all batches of a run, and ask it what can be asked."""
     from tokenmill.config.run import parse_config
-    from tokenmill.packing.rows import next_uses
+    from tokenmill.loader.fetch import next_uses
     from tokenmill.run.run import Run
 
     run = Run(config=parse_config(tables), folder=folder)

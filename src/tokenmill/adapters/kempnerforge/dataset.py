@@ -25,7 +25,7 @@ from tokenmill.errors import ConfigError, PlanError, ResumeError, StoreMissingEr
 from tokenmill.fingerprint import digest
 from tokenmill.live import LiveLoader, LiveOptions, open_live
 from tokenmill.loader import IGNORE
-from tokenmill.loader.assemble import BufferPool
+from tokenmill.loader.buffers import BufferPool
 from tokenmill.packing.rows import LOSS_MASK
 from tokenmill.store import Store, open_store
 from tokenmill.store.foreign.files import memmap_tokens

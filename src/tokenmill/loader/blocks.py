@@ -1,32 +1,38 @@
-"""Rows to arrays: where the tokens of a run of rows are is found once, then they are copied batch by batch.
+"""Blocks of rows: the spans of a run of rows are found once, then their tokens are copied batch by batch.
 
 A row has one array of tokens or several: a pair has `chosen` and `rejected`, a group `prompts`, `responses` and
-`rewards`. Of each array a row has some spans, whose tokens lie in mapped shards, or in memory where rows are drawn.
+`rewards`. Each array of a row has spans, whose tokens are in mapped shards, or in memory for live text.
 """
 
 from __future__ import annotations
 
-import sys
-import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from tokenmill.errors import StoreCorruptError
 from tokenmill.loader import kernels
+from tokenmill.loader.buffers import (
+    LENGTHS,
+    REWARDS,
+    BufferPool,
+    Shapes,
+    array_shapes,
+    group_size,
+    pad_id,
+    record_shapes,
+)
+from tokenmill.loader.fetch import Fetches, FetchOptions, Piece, write_addresses
 from tokenmill.loader.layout import Layout
-from tokenmill.packing.rows import StoredRows, next_uses
-from tokenmill.plan.stages import Rows, rows_at
-from tokenmill.store.layout import PAGE_BYTES, key_file
-from tokenmill.store.ranges import RangeRequest, Ranges
-from tokenmill.store.store import wanted_of
+from tokenmill.packing.rows import StoredRows
+from tokenmill.plan.stages import rows_at
+from tokenmill.store.layout import key_file
+from tokenmill.store.ranges import RangeRequest
 from tokenmill.types import (
-    RECORD_TYPES,
     STORED_ARRAYS,
     AnyArray,
     Batch,
@@ -41,150 +47,11 @@ from tokenmill.types import (
 
 if TYPE_CHECKING:
     from tokenmill.packing.records import Runs
-    from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import Stage
     from tokenmill.store.maps import MapCache, MappedFile
-    from tokenmill.store.ranges import Loan, Request
-    from tokenmill.store.store import Store
-
 
 LOOK_EVERY = 200
 """The sizes of mapped files are looked at again after this many times as long as the last look took."""
-
-
-# The arrays of a batch: their shapes, and the memory they live in
-
-RECORD_ARRAYS: Mapping[str, tuple[str, ...]] = {
-    "dpo": ("chosen", "rejected", "chosen_mask", "rejected_mask", "chosen_len", "rejected_len"),
-    "grpo": ("prompts", "prompt_len", "responses", "masks", "response_len", "rewards", "group_size"),
-}
-"""Training type -> what a batch delivers; beside these there is `source`."""
-LENGTHS = {
-    "chosen": "chosen_len",
-    "rejected": "rejected_len",
-    "prompts": "prompt_len",
-    "responses": "response_len",
-}
-"""Array of token ids -> the array of a batch that says how many there are."""
-REWARDS = "rewards"
-
-Shapes = Mapping[str, tuple[tuple[int, ...], type[np.generic]]]
-"""Array name -> shape and dtype."""
-MAX_BUFFERS = 64
-"""Buffers of one shape that a pool remembers; a caller who keeps more batches gets ordinary memory."""
-
-
-def array_shapes(arrays: Sequence[str], rows: int, columns: int, horizon: int = 1) -> Shapes:
-    """Return shape and dtype of each array of a batch of sequences that has a line for every row."""
-    labels = (rows, columns) if horizon == 1 else (rows, columns, horizon)
-    kinds: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {
-        "input_ids": ((rows, columns), np.int64),
-        "labels": (labels, np.int64),
-        "position_ids": ((rows, columns), np.int64),
-        "doc_ids": ((rows, columns), np.int32),
-        "loss_mask": (labels, np.bool_),
-        "source": ((rows,), np.int32),
-    }
-    return {name: kinds[name] for name in arrays if name in kinds}
-
-
-def record_shapes(kind: str, arrays: Sequence[str], shape: tuple[int, int, int]) -> Shapes:
-    """Return shape and dtype of each array of a batch of records; shape is (rows, largest group, seq_len)."""
-    rows, group, seq_len = shape
-    kinds: dict[str, tuple[tuple[int, ...], type[np.generic]]] = {"source": ((rows,), np.int32)}
-    for key, mask in token_arrays(kind).items():
-        lines = (rows, group) if key == "responses" else (rows,)
-        kinds |= {key: ((*lines, seq_len), np.int64), LENGTHS[key]: (lines, np.int64)}
-        if mask is not None:
-            kinds[mask] = ((*lines, seq_len), np.bool_)
-    if kind == "grpo":
-        kinds |= {REWARDS: ((rows, group), np.float32), "group_size": ((rows,), np.int64)}
-    return {name: kinds[name] for name in arrays}
-
-
-def is_stored(rows: Rows) -> TypeGuard[StoredRows]:
-    """Say whether rows stand in a store: of those that a loader reads, all that are counted do."""
-    return rows.counted is not None
-
-
-def record_type(stage: Stage) -> str | None:
-    """Return the training type of a stage whose rows are records; None where they are sequences."""
-    kinds = {rows.store.manifest.kind for rows in stage.rows.values() if is_stored(rows)}
-    return next((kind for kind in kinds if kind in RECORD_TYPES), None)
-
-
-def stage_shapes(stage: Stage, arrays: Sequence[str], rows: int, horizon: int = 1) -> Shapes:
-    """Return shape and dtype of those arrays that have a line for every row, in a batch of `rows` rows."""
-    kind = record_type(stage)
-    if kind is None:
-        return array_shapes(arrays, rows, stage.spec.seq_len, horizon)
-    return record_shapes(kind, arrays, (rows, _group_size(stage, kind), stage.spec.seq_len))
-
-
-def _group_size(stage: Stage, kind: str) -> int:
-    """Return how many responses a batch has room for in each record: the largest group of the stage's sources."""
-    # A group has room for its prompt and as many responses; a pair has no group.
-    return stage.row_slots // stage.spec.seq_len - 1 if kind == "grpo" else 0
-
-
-def pad_id(tokenizer: Mapping[str, Any]) -> int:
-    """Return the id that fills rows, of a tokenizer as JSON: PAD, else EOS, else 0. It is never trained on."""
-    return next((int(tokenizer[name]) for name in ("pad_id", "eos_id") if tokenizer.get(name) is not None), 0)
-
-
-_HAS_GIL = bool(getattr(sys, "_is_gil_enabled", lambda: True)())
-"""Whether reference counts are exact: not under free-threaded Python."""
-
-
-class BufferPool:
-    """Hands out the arrays of a batch over one buffer, never over one that an earlier batch still uses.
-
-    A fresh array of half a megabyte goes back to the system when it is dropped, and faults in page
-    by page when it is made again, which costs more than filling it (benchmarks/loader.py). Every
-    view of an array and every tensor made of one keeps its buffer referenced, so the number of
-    references tells which buffers are free. Without the GIL such numbers are not exact, and no buffer is reused.
-    """
-
-    def __init__(self, shapes: Shapes) -> None:
-        self._shapes = shapes
-        self._buffers: list[Int64Array] = []
-        self._arrays: list[Batch] = []
-        self._idle: list[int] = []
-        """References to each buffer that are the pool's own, as `_references` counts them on this Python."""
-        self._lock = threading.Lock()
-
-    def batch(self) -> Batch:
-        """Return arrays with undefined content."""
-        with self._lock:
-            for number, idle in enumerate(self._idle):
-                if _references(self._buffers, number) == idle:
-                    return {name: array[:] for name, array in self._arrays[number].items()}
-            buffer, arrays = self._make()
-            if _HAS_GIL and len(self._buffers) < MAX_BUFFERS:
-                self._buffers.append(buffer)
-                self._arrays.append(arrays)
-                del buffer
-                self._idle.append(_references(self._buffers, len(self._buffers) - 1))
-            return {name: array[:] for name, array in arrays.items()}
-
-    def _make(self) -> tuple[Int64Array, Batch]:
-        sizes = [int(np.prod(shape)) * np.dtype(dtype).itemsize for shape, dtype in self._shapes.values()]
-        # Each array starts on a boundary of 64 bytes, a cache line.
-        begins = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)])
-        buffer = np.empty(int(begins[-1]) // 8, np.int64)
-        arrays: dict[str, AnyArray] = {}
-        for (name, (shape, dtype)), begin, size in zip(self._shapes.items(), begins[:-1], sizes, strict=True):
-            part = buffer[begin // 8 : -(-(begin + size) // 8)].view(dtype)
-            arrays[name] = part[: int(np.prod(shape))].reshape(shape)
-        return buffer, arrays
-
-
-def _references(buffers: list[Int64Array], number: int) -> int:
-    """Count the references to a buffer, always in the same way, so that counts can be compared."""
-    return sys.getrefcount(buffers[number])
-
-
-# Blocks of rows
 
 
 class RowsInMemory(NamedTuple):
@@ -207,47 +74,6 @@ class _Field(NamedTuple):
     """(first span, number of spans) of each row."""
     spans: Int64Array
     """As the kernels want them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Piece:
-    """What one source has of one array of a block."""
-
-    store: Store
-    key: str
-    mask: str | None
-    """The array that says which tokens are trained on, if the store has it."""
-    places: Spans | Runs
-    """Where its spans are in the store."""
-    spans: Int64Array
-    """The lines of the field's table that are its."""
-    around: tuple[Int64Array, Int64Array] | None = None
-    """Tokens of the store, begins and ends, that are shuffled together with its rows in one block each."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FetchOptions:
-    """How what is not on this machine is fetched."""
-
-    ahead: bool = False
-    """Whether it is fetched ahead of training, and waits until there is room for it."""
-    plan: Plan | None = None
-    """By which a mirror knows what to let go; None: there is no mirror, or it keeps all."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Arriving:
-    """Spans whose tokens are on their way into memory."""
-
-    piece: _Piece
-    key: str
-    column: int
-    """Which address of a span they give."""
-    shards: Int64Array
-    bases: Int64Array
-    """Where the file of each shard begins, as far as that is known."""
-    loans: tuple[tuple[list[int], Loan], ...]
-    """Which of the shards each brings."""
 
 
 class Block(ABC):
@@ -282,10 +108,7 @@ class Block(ABC):
         self._maps: list[tuple[MapCache, list[MappedFile]]] = []
         self._next_look = 0.0
         """When the sizes of the mapped files are to be looked at."""
-        self._fetching = fetching or FetchOptions()
-        self._arriving: list[_Arriving] = []
-        self._loans: list[Loan] = []
-        self._waiting = threading.Lock()
+        self._fetches = Fetches(fetching or FetchOptions(), int(self.steps.max(initial=0)))
         self._whole: Batch | None = None
         """All rows, where they had to be copied at once."""
         self._fields: dict[str, _Field] = {}
@@ -314,8 +137,7 @@ class Block(ABC):
 
         Rows that do not stand in a store must have been `drawn`.
         """
-        if self._arriving:
-            self._wait_for_tokens()
+        self._fetches.wait()
         self._fill(number, next(iter(out.values())).shape[0], out, drawn)
         if monotonic() > self._next_look:
             self._check_files()
@@ -330,7 +152,7 @@ class Block(ABC):
         """Return the `number`-th batch padded to its longest row only."""
 
     @abstractmethod
-    def _room(self, piece: _Piece) -> tuple[int, int]:
+    def _room(self, piece: Piece) -> tuple[int, int]:
         """Return how many values of an array a row, or a line of it, has at most, and room for."""
 
     def _check_lengths(self) -> None:
@@ -360,23 +182,7 @@ class Block(ABC):
     @property
     def is_here(self) -> bool:
         """Whether all tokens are on this machine."""
-        return all(loan.is_here for arriving in self._arriving for _, loan in arriving.loans)
-
-    def _wait_for_tokens(self) -> None:
-        """Wait for what is on its way, and give the spans their addresses."""
-        with self._waiting:
-            while self._arriving:
-                first = self._arriving[0]
-                for numbers, loan in first.loans:
-                    first.bases[numbers] = [file.address for file in loan.wait()]
-                self._write_addresses(first.piece, first.key, first.column, first.shards, first.bases)
-                self._loans += [loan for _, loan in first.loans]
-                del self._arriving[0]
-
-    def _write_addresses(self, piece: _Piece, key: str, column: int, shards: Int64Array, bases: Int64Array) -> None:
-        """Give the spans in some shards, whose files begin at `bases`, their addresses."""
-        places = (piece.places.shard, piece.places.token)
-        kernels.point_spans(piece.spans, places, shards, bases, column, piece.store.dtype(key).itemsize)
+        return self._fetches.is_here
 
     def columns(self, number: int, count: int, names: Sequence[str]) -> Batch:
         """Return fields that stores keep of the records of the `number`-th batch of `count` rows, an array each.
@@ -400,12 +206,10 @@ class Block(ABC):
 
     def release(self) -> None:
         """Give the maps back; nothing can be copied afterwards."""
-        for loan in (*self._loans, *(loan for arriving in self._arriving for _, loan in arriving.loans)):
-            loan.release()
-        self._loans, self._arriving = [], []
+        self._fetches.release()
         self._maps.clear()
 
-    def _find_spans(self) -> list[_Piece]:
+    def _find_spans(self) -> list[Piece]:
         """Find the spans of each array of all rows that stand in stores."""
         tables: dict[str, Int64Array] = {}
         sizes: Counter[str] = Counter()
@@ -435,7 +239,7 @@ class Block(ABC):
             table = self._fields[key].spans[begin : begin + spans.length.size]
             kernels.describe_spans(table, spans.joined, spans.length, store.dtype(key).itemsize)
             pieces.append(
-                _Piece(
+                Piece(
                     store=store,
                     key=key,
                     mask=mask if mask in store.keys else None,
@@ -464,7 +268,7 @@ class Block(ABC):
             self.release()
             raise
 
-    def _point(self, piece: _Piece, shards: Int64Array) -> None:
+    def _point(self, piece: Piece, shards: Int64Array) -> None:
         """Give the spans in these shards their addresses, and keep the shards mapped."""
         store = piece.store
         for key, column in ((piece.key, kernels.ADDRESS), (piece.mask, kernels.MASK)):
@@ -472,74 +276,26 @@ class Block(ABC):
                 continue
             requests = [store.file(int(shard), key_file(key)) for shard in shards]
             if any(isinstance(request, RangeRequest) for request in requests):
-                self._fetch(piece, key, column, shards, requests)
+                self._maps += self._fetches.begin(piece, key, column, shards, requests)
                 continue
             files = store._maps.open(requests)
             self._maps.append((store._maps, files))
             bases = np.array([file.address for file in files], np.int64)
-            self._write_addresses(piece, key, column, shards, bases)
+            write_addresses(piece, key, column, shards, bases)
 
-    def _fetch(self, piece: _Piece, key: str, column: int, shards: Int64Array, requests: Sequence[Request]) -> None:
-        """Begin to fetch the tokens of spans whose files are not mapped but read by ranges."""
-        store, places = piece.store, piece.places
-        bases = np.zeros(shards.size, np.int64)
-        spans = (places.shard, places.token, places.token + places.length)
-        by_reader: dict[int, tuple[list[int], list[Ranges]]] = {}
-        for number, wanted in enumerate(wanted_of(requests, shards, spans, store.dtype(key).itemsize)):
-            if isinstance(wanted, Ranges):
-                numbers, ranges = by_reader.setdefault(id(wanted.request.reader), ([], []))
-                numbers.append(number)
-                shard = int(shards[number])
-                around = None if piece.around is None else _bytes_within(store, key, shard, piece.around)
-                ranges.append(replace(wanted, next_use=self._next_use(store, key, shard), around=around))
-            else:
-                self._maps.append((store._maps, store._maps.open([wanted])))
-                bases[number] = self._maps[-1][1][0].address
-        loans = tuple(
-            (numbers, ranges[0].request.reader.begin(ranges, ahead=self._fetching.ahead))
-            for numbers, ranges in by_reader.values()
-        )
-        self._arriving.append(
-            _Arriving(piece=piece, key=key, column=column, shards=shards, bases=bases, loans=loans)
-        )
-
-    def _next_use(self, store: Store, key: str, shard: int) -> Callable[[Int64Array], Int64Array] | None:
-        """Return what says of pages, by their first bytes, when the run needs them after this block."""
-        if self._fetching.plan is None:
-            return None
-        plan, axis, width = self._fetching.plan, store.axis(key), store.dtype(key).itemsize
-        after = int(self.steps.max())
-
-        def steps(begins: Int64Array) -> Int64Array:
-            size = int(store.axes[axis].values[shard + 1] - store.axes[axis].values[shard])
-            values = np.maximum(begins, 0) // width, np.minimum(-(-(begins + PAGE_BYTES) // width), size)
-            return next_uses(plan, store, axis, shard, values, after)
-
-        return steps
-
-    def _copy_in_turns(self, needs: Sequence[tuple[_Piece, Int64Array]], most: int) -> None:
+    def _copy_in_turns(self, needs: Sequence[tuple[Piece, Int64Array]], most: int) -> None:
         # The loss mask is made of the labels, which must outlive the turns.
         arrays = (*self.arrays, "labels") if "loss_mask" in self.arrays else self.arrays
         whole = {name: np.empty(*kind) for name, kind in self._row_shapes(self.num_rows, arrays).items()}
         for piece, shards in needs:
             for begin in range(0, shards.size, most):
                 self._point(piece, shards[begin : begin + most])
-                self._wait_for_tokens()
+                self._fetches.wait()
                 self._copy(0, whole)
                 self._check_files()
                 self.release()
                 piece.spans[:, kernels.ADDRESS] = piece.spans[:, kernels.MASK] = 0
         self._whole = whole
-
-
-def _bytes_within(
-    store: Store, key: str, shard: int, tokens: tuple[Int64Array, Int64Array]
-) -> tuple[Int64Array, Int64Array]:
-    """Return the bytes of an array of a shard, begins and ends, of runs of tokens of the store."""
-    base, end = store.axes[store.axis(key)].values[shard : shard + 2].tolist()
-    begins, ends = (np.clip(each, base, end) - base for each in tokens)
-    width = store.dtype(key).itemsize
-    return begins[ends > begins] * width, ends[ends > begins] * width
 
 
 SEGMENT_ARRAYS = ("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen")
@@ -605,7 +361,7 @@ class SequenceBlock(Block):
             arrays = [*({*arrays} - {"loss_mask"} | {"labels", "doc_ids"})]
         return array_shapes(arrays, rows, self.seq_len)
 
-    def _room(self, piece: _Piece) -> tuple[int, int]:
+    def _room(self, piece: Piece) -> tuple[int, int]:
         spans = piece.places
         return int(run_sums(spans.first, spans.count, spans.length).max(initial=0)), self.seq_len + 1
 
@@ -694,7 +450,7 @@ class SequenceBlock(Block):
         Where labels go beyond the next token there is a number for each of those that follow.
         """
         if any(piece.mask is not None for piece in self._pieces):
-            self._wait_for_tokens()
+            self._fetches.wait()
             out = self._whole or {
                 name: np.empty(*kind) for name, kind in self._row_shapes(self.num_rows, ("labels",)).items()
             }
@@ -792,7 +548,7 @@ class RecordBlock(Block):
         """See `Block`; `kind` is the training type."""
         super().__init__(stage, index, places, arrays, fetching=fetching)
         self._kind = kind
-        self._group = _group_size(stage, kind)
+        self._group = group_size(stage, kind)
         self._check_lengths()
         self._map()
 
@@ -806,7 +562,7 @@ class RecordBlock(Block):
         arrays = self.arrays if arrays is None else arrays
         return record_shapes(self._kind, arrays, (rows, self._group, self.seq_len))
 
-    def _room(self, piece: _Piece) -> tuple[int, int]:
+    def _room(self, piece: Piece) -> tuple[int, int]:
         lengths, counts = (int(numbers.max(initial=0)) for numbers in (piece.places.length, piece.places.count))
         if counts > max(1, self._group):
             return counts, self._group

@@ -1,0 +1,461 @@
+"""Compiling a plan: stages are laid end to end, and each source continues where the stage before left it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import accumulate, pairwise
+from math import ceil, floor, gcd
+
+import numpy as np
+
+from tokenmill.errors import ConfigError
+from tokenmill.fingerprint import key64
+from tokenmill.plan.mixture import (
+    MAX_TOTAL,
+    Mixture,
+    build_mixture,
+    build_ramp,
+    exact_weight,
+    in_order,
+    integer_weights,
+    share_out,
+)
+from tokenmill.plan.order import Shuffle
+from tokenmill.plan.permute import derived_key
+from tokenmill.plan.plan import Plan
+from tokenmill.plan.stages import CARRY, NO_EPOCH, OLD_EPOCH, Rows, Seen, Stage, StageSpec
+
+MAX_ROWS = 1 << 62
+"""Upper bound of the rows of a run, so that a position fits 64 bits."""
+
+
+def compile_plan(
+    stages: Sequence[StageSpec],
+    *,
+    sources: Sequence[str],
+    steps: int,
+    max_epochs: Mapping[str, float] | None = None,
+    stops: Mapping[str, float] | None = None,
+    contract: Mapping[str, str] | None = None,
+) -> Plan:
+    """Compile stages into a plan; contradictions are refused here, before the first step.
+
+    A source of `max_epochs` must not be read more often than that, one of `stops` leaves the mixture then.
+    """
+    check_order([(stage.name, stage.start_step) for stage in stages], steps)
+    rows = steps * max(stage.global_batch_size for stage in stages)
+    if rows >= MAX_ROWS:
+        raise ConfigError(f"run: steps * global_batch_size must be below 2^62, got {rows}; lower one of the two")
+    plan = Plan(
+        sources=tuple(sources),
+        stages=_compile_stages(
+            stages, sources, steps, {name: exact_weight(limit) for name, limit in (stops or {}).items()}
+        ),
+        max_epochs=dict(max_epochs or {}),
+        contract=dict(contract or {}),
+    )
+    _check_epochs(plan)
+    return plan
+
+
+def check_order(stages: Sequence[tuple[str, int]], steps: int) -> None:
+    """Refuse stages, given as (name, start_step), that do not follow one another from step 0 to the last."""
+    if not stages:
+        raise ConfigError("stages: a run must have at least one, got none; add [[stages]] or sources with weights")
+    name, start = stages[0]
+    if start != 0:
+        raise ConfigError(
+            f"stage {name!r}: the first stage must start at step 0, got {start}; "
+            "start it at 0 or put a stage before it"
+        )
+    for (before, earlier), (after, later) in pairwise(stages):
+        if later <= earlier:
+            raise ConfigError(
+                f"stage {after!r}: start_step must be above {earlier} of stage {before!r}, got {later}; "
+                "order the stages by start_step"
+            )
+    name, start = stages[-1]
+    if start >= steps:
+        raise ConfigError(
+            f"stage {name!r}: start_step must be below run.steps {steps}, got {start}; "
+            "raise run.steps or remove the stage"
+        )
+
+
+def _check_epochs(plan: Plan) -> None:
+    """Refuse a plan that needs a source more often than the run allows, and say by how much."""
+    for stage in plan.stages:
+        for name in stage.names:
+            allowed = plan.max_epochs.get(name)
+            if allowed is not None and stage.epochs(name) > exact_weight(allowed):
+                index = stage.counted(name)
+                over = ceil((stage.epochs(name) - exact_weight(allowed)) * index.num_rows)
+                raise ConfigError(
+                    f"source {name!r}: max_epochs must not be passed, got {float(stage.epochs(name)):.3f} epochs "
+                    f"against {allowed:g} by the end of stage {stage.spec.name!r}, {over} rows "
+                    f"({over * index.row_slots} tokens) too many; lower its weight, add documents, raise max_epochs"
+                )
+
+
+@dataclass(slots=True)
+class SourceProgress:
+    """How far a source has been read, and the order of the epoch that is under way."""
+
+    index: Rows
+    repeats_from: int = 0
+    era: int = 0
+    """How often the rows have changed; every epoch of every era has an order of its own."""
+    epochs_before: Fraction = Fraction(0)
+    left: Fraction = Fraction(0)
+    """How much of an epoch the rest is, or would be: where all of it was quarantined, the next epoch begins."""
+    consumed: int = 0
+    epochs_read: Fraction = Fraction(0)
+    key: int = 0
+    shuffle: Shuffle | None = None
+
+    def epoch(self) -> tuple[int, int, int]:
+        """Return (epoch under way, its rows, how many of them were drawn); the rest counts as epoch -1.
+
+        Rows that are not counted are one epoch without an end, which counts as having none.
+        """
+        rows = self.index.counted
+        if rows is None:
+            return 0, 0, self.consumed
+        if self.consumed < rows.num_rest:
+            return -1, rows.num_rest, self.consumed
+        epoch, drawn = divmod(self.consumed - rows.num_rest, rows.num_rows)
+        return epoch, rows.num_rows, drawn
+
+    @property
+    def under_way(self) -> bool:
+        """Whether the source stands within an epoch, not between two."""
+        return self.epoch()[2] > 0
+
+    def seen(self) -> Seen:
+        """Return how far the epoch under way was read."""
+        epoch, size, drawn = self.epoch()
+        rows = self.index.counted
+        assert self.shuffle is not None
+        assert rows is not None
+        key = int(derived_key(np.uint64(self.key), epoch))
+        starts = rows.window_starts(rest=epoch < 0)
+        return Seen(rest=epoch < 0, size=size, drawn=drawn, key=key, shuffle=self.shuffle, starts=starts)
+
+
+_GRAIN = 1 << 40
+
+
+@dataclass(slots=True)
+class _Mixing:
+    """The mixture that is being drawn from, and how far all sources are ahead of their shares."""
+
+    ahead: dict[str, Fraction] = field(default_factory=dict)
+    """Of each source, when the mixture began."""
+    mixture: Mixture | None = None
+    asked: tuple[object, ...] | None = None
+    """What it was built for."""
+    names: tuple[str, ...] = ()
+    drawn: int = 0
+    """Positions of it."""
+
+    def take(self, spec: StageSpec) -> Mixture:
+        """Return what a stage draws from: what was drawn from before, if it asks for just the same."""
+        ramp, names = spec.ramp, spec.names
+        weights = [exact_weight(spec.weights.get(name, 0)) for name in names]
+        asked: tuple[object, ...]
+        if ramp is None:
+            whole = integer_weights(spec.weights)
+            asked = (names, *(whole[name] for name in names))
+        else:
+            batch = spec.global_batch_size
+            asked = (names, batch, ramp.shape, ramp.begin, ramp.end, *weights, *ramp.weights.items())
+        if self.mixture is not None and asked == self.asked:
+            return self.mixture
+        self.settle()
+        leads = [self.ahead.get(name, Fraction(0)) for name in names]
+        if ramp is None:
+            self.mixture = build_mixture(tuple(whole[name] for name in names), leads)
+        else:
+            # Where its sources change in the middle of it, a ramp goes on with the others from where it stands.
+            self.mixture = build_ramp(
+                [exact_weight(ramp.weights.get(name, 0)) for name in names],
+                weights,
+                steps=range(spec.start_step - ramp.begin, ramp.end - ramp.begin),
+                batch=spec.global_batch_size,
+                shape=ramp.shape,
+                leads=leads,
+            )
+        self.asked, self.names, self.drawn = asked, names, 0
+        return self.mixture
+
+    def settle(self) -> None:
+        """End with the mixture, and note how far its sources are ahead."""
+        if self.mixture is not None:
+            leads = [self.ahead.get(name, Fraction(0)) for name in self.names]
+            # Far finer than a row; else fractions would grow with every edge.
+            ahead = [round(lead * _GRAIN) / Fraction(_GRAIN) for lead in self.mixture.leads(self.drawn, leads)]
+            self.ahead |= dict(zip(self.names, ahead, strict=True))
+        self.mixture = self.asked = None
+
+
+def _compile_stages(
+    specs: Sequence[StageSpec], sources: Sequence[str], steps: int, stops: Mapping[str, Fraction]
+) -> tuple[Stage, ...]:
+    """Compile stages; a source of `stops` leaves the mixture once it has been read as often as that says."""
+    progress: dict[str, SourceProgress] = {}
+    mixing = _Mixing()
+    begun: set[tuple[int, str, str]] = set()
+    stages: list[Stage] = []
+    ends = [*(spec.start_step for spec in specs[1:]), steps]
+    waiting = deque(zip(specs, ends, strict=True))
+    while waiting:
+        spec, end = waiting.popleft()
+        # A change in the middle of a stage does not start a source again that the stage has drawn from.
+        fresh = {name for name in spec.names if (spec.number, spec.name, name) not in begun}
+        restarted = frozenset(name for name in fresh if _restarts(progress.get(name), spec, name))
+        arrived = {name: _arrive(progress.get(name), spec, name, name in restarted) for name in spec.names}
+        place = _StagePlace(
+            index=len(stages),
+            end=end,
+            position=stages[-1].first_position + stages[-1].num_positions if stages else 0,
+            sources=sources,
+            restarted=restarted,
+        )
+        mixture = mixing.take(spec)
+        stage = _compile_stage(spec, place, arrived, mixture, mixing.drawn)
+        rooms = {name: room(stage, name, limit) for name, limit in stops.items() if name in stage.names}
+        short = _first_short(stage, rooms)
+        if short is None:
+            mixing.drawn += stage.num_positions
+        elif short:
+            at = spec.start_step + short
+            waiting.extendleft([(replace(spec, start_step=at), end), (spec, at)])
+            continue
+        elif not all(rooms.values()):
+            waiting.appendleft((_without(spec, [name for name in rooms if not rooms[name]]), end))
+            continue
+        else:
+            stage = _drain(stage, rooms, replace(place, end=spec.start_step + 1), arrived, mixing)
+            if stage.end_step < end:
+                waiting.appendleft((replace(spec, start_step=stage.end_step), end))
+        stages.append(stage)
+        for line, (name, drawn) in enumerate(stage.draws.items()):
+            # A stage that draws nothing of a source leaves it as it was, with what is still owed of it.
+            if drawn or name not in progress:
+                _advance(arrived[name], stage, line, drawn)
+                progress[name] = arrived[name]
+            if drawn:
+                begun.add((spec.number, spec.name, name))
+    return tuple(stages)
+
+
+def compile_in_turn(spec: StageSpec, sources: Sequence[str]) -> Stage:
+    """Compile one stage that draws the whole of each source, one after another in the order of `sources`."""
+    progress = {name: SourceProgress(index=spec.rows[name]) for name in spec.names}
+    sizes = {name: rows.counted.num_rows if rows.counted else 0 for name, rows in spec.rows.items()}
+    ends = dict(zip(sources, accumulate(sizes[name] for name in sources), strict=True))
+    steps, rest = divmod(ends[sources[-1]], spec.global_batch_size)
+    assert steps
+    assert not rest, "rows must fill whole batches"
+    mixture = in_order([ends[name] - sizes[name] for name in spec.names], [sizes[name] for name in spec.names])
+    place = _StagePlace(index=0, end=steps, position=0, sources=sources, restarted=frozenset())
+    return replace(_compile_stage(spec, place, progress, mixture, 0), rotate=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _StagePlace:
+    """Where a stage stands in the run."""
+
+    index: int
+    end: int
+    """Step at which it ends."""
+    position: int
+    sources: Sequence[str]
+    restarted: frozenset[str]
+    """Sources that it starts again."""
+
+
+def _without(spec: StageSpec, names: Sequence[str]) -> StageSpec:
+    """Return a stage without sources that are used up."""
+    weights = {name: weight for name, weight in spec.weights.items() if name not in names}
+    if not weights:
+        raise ConfigError(
+            f"stage {spec.name!r}: its sources must last until it ends, got all of them used up "
+            f"(on_exhausted = stop) at step {spec.start_step}; end the run there, or add documents"
+        )
+    ramp = spec.ramp
+    if ramp is not None:
+        left = {name: weight for name, weight in ramp.weights.items() if name not in names}
+        ramp = replace(ramp, weights=left) if left else None
+    return replace(spec, weights=weights, ramp=ramp)
+
+
+def _drain(
+    stage: Stage,
+    rooms: Mapping[str, int],
+    place: _StagePlace,
+    arrived: Mapping[str, SourceProgress],
+    mixing: _Mixing,
+) -> Stage:
+    """Return the one step in which sources give the last rows that they have."""
+    spec = stage.spec
+    mixing.settle()
+    first = stage.origin
+    shares = dict(zip(stage.names, stage.mixture.shares(first, first + spec.global_batch_size), strict=True))
+    where = f"stage {spec.name!r}, step {spec.start_step}"
+    quotas = share_out(spec.global_batch_size, shares, rooms, mixing.ahead, where)
+    ended = tuple(sorted(name for name in quotas if quotas[name] == rooms.get(name)))
+    others = [name for name in quotas if name not in ended]
+    rows, total = sum(quotas[name] for name in others), sum(shares[name] for name in others)
+    for name in others:
+        mixing.ahead[name] = mixing.ahead.get(name, Fraction(0)) + quotas[name] - rows * shares[name] / total
+    drawn = {name: number for name, number in sorted(quotas.items()) if number}
+    shared = gcd(*drawn.values())
+    if sum(drawn.values()) // shared > MAX_TOTAL:
+        raise ConfigError(
+            f"{where}: global_batch_size must be at most {MAX_TOTAL} where a source stops, "
+            f"got {spec.global_batch_size}; lower it, or use on_exhausted = error"
+        )
+    return _compile_stage(
+        replace(spec, weights=drawn, ramp=None, drained=ended),
+        place,
+        arrived,
+        build_mixture(tuple(number // shared for number in drawn.values())),
+        0,
+    )
+
+
+def _restarts(before: SourceProgress | None, spec: StageSpec, name: str) -> bool:
+    """Say whether a stage starts a source again in the middle of an epoch, as its rows are others than before."""
+    if before is None or spec.on_change != "restart" or not before.under_way:
+        return False
+    return dict(before.index.epoch_description) != dict(spec.rows[name].description)
+
+
+def _arrive(before: SourceProgress | None, spec: StageSpec, name: str, restarts: bool) -> SourceProgress:
+    """Return where a source stands at the start of a stage."""
+    index = spec.rows[name]
+    rows = index.counted
+    if rows is not None and rows.num_rows < 1:
+        if "quarantined" in index.description:
+            raise ConfigError(
+                f"stage {spec.name!r}: a source must have documents left at step {spec.start_step}, got all of "
+                f"{name!r} in quarantine; quarantine the whole source: leave out documents and file"
+            )
+        raise ConfigError(
+            f"stage {spec.name!r}: a source must have at least one row of {spec.seq_len + 1} tokens, "
+            f"got none from {name!r}; shorten seq_len or add documents"
+        )
+    size = 0 if rows is None else rows.num_rows
+    if before is None:
+        return SourceProgress(index=index, repeats_from=size)
+    if dict(before.index.epoch_description) == dict(index.description):
+        return before
+    if not before.consumed:
+        return SourceProgress(index=index, repeats_from=size, era=before.era)
+    if restarts or not before.under_way:
+        return SourceProgress(index=index, era=before.era + 1, epochs_before=before.epochs_read)
+    if index.cross_document_labels:
+        raise ConfigError(
+            f"stage {spec.name!r}: labels of {name!r} that cross documents know no rest of an epoch, got "
+            "cross_document_labels with a change of rows; use on_change = restart, or leave it out"
+        )
+    earlier = before.index.counted
+    if rows is None or earlier is None:
+        return SourceProgress(index=index, era=before.era + 1)  # what makes the rows knows what is left of its text
+    seen = before.seen()
+    following = rows.following(earlier, seen)
+    left = (1 - Fraction(seen.drawn, seen.size)) * (before.left if seen.rest else 1)
+    return SourceProgress(
+        index=following,
+        repeats_from=following.num_rest if before.consumed <= before.repeats_from else 0,
+        era=before.era + 1,
+        epochs_before=before.epochs_read,
+        left=left,
+    )
+
+
+def _compile_stage(
+    spec: StageSpec,
+    place: _StagePlace,
+    progress: Mapping[str, SourceProgress],
+    mixture: Mixture,
+    origin: int,
+) -> Stage:
+    names = spec.names
+    bases = tuple(mixture.counts(origin))
+    table = np.zeros((len(names), 11), np.int64)
+    keys = np.zeros((len(names), 2), np.uint64)
+    for line, name in enumerate(names):
+        source = progress[name]
+        rows = source.index.counted
+        rest, size = (0, 0) if rows is None else (rows.num_rest, rows.num_rows)
+        numbers = spec.shuffle.numbers
+        table[line, :OLD_EPOCH] = [place.sources.index(name), source.consumed, rest, size, *numbers]
+        table[line, CARRY] -= bases[line]
+        table[line, OLD_EPOCH] = NO_EPOCH
+        keys[line] = key64(spec.seed, "rows", name, *([source.era] if source.era else []))
+        epoch, _, drawn = source.epoch()
+        if drawn and source.shuffle is not None:
+            table[line, OLD_EPOCH:] = [epoch, *source.shuffle.numbers]
+            keys[line, 1] = source.key
+    counted = {name: progress[name] for name in names if progress[name].index.counted is not None}
+    return Stage(
+        spec=spec,
+        index=place.index,
+        end_step=place.end,
+        first_position=place.position,
+        mixture=mixture,
+        origin=origin,
+        bases=bases,
+        names=names,
+        rows={name: progress[name].index for name in names},
+        repeats_from={name: source.repeats_from for name, source in counted.items()},
+        epochs_before={name: source.epochs_before for name, source in counted.items()},
+        rest_epochs={name: source.left for name, source in counted.items()},
+        table=table,
+        keys=keys,
+        rotation_key=np.uint64(key64(spec.seed, "rotation")),
+        rotate=len(names) > 1,
+        restarted=place.restarted,
+    )
+
+
+def _advance(progress: SourceProgress, stage: Stage, line: int, drawn: int) -> None:
+    if not drawn:
+        return
+    progress.consumed += drawn - 1
+    epoch, _, _ = progress.epoch()
+    progress.consumed += 1
+    if progress.index.counted is not None:
+        progress.epochs_read = stage.epochs(stage.names[line])
+    if epoch != int(stage.table[line, OLD_EPOCH]):
+        progress.key = int(stage.keys[line, 0])
+        progress.shuffle = stage.spec.shuffle
+
+
+# Sources that may not be read any further: at which step they run out, and what that step draws instead.
+
+
+def room(stage: Stage, name: str, limit: Fraction) -> int:
+    """Return how many rows of a source a stage may draw until it has been read `limit` times."""
+    before, index = stage.epochs_before[name], stage.counted(name)
+    left = stage.rest_epochs[name]
+    if not index.num_rest:
+        rows = floor((limit - before - left) * index.num_rows)
+    elif limit < before + left:
+        rows = floor((limit - before) / left * index.num_rest)
+    else:
+        rows = index.num_rest + floor((limit - before - left) * index.num_rows)
+    return max(0, rows - stage.carry(name))
+
+
+def _first_short(stage: Stage, rooms: Mapping[str, int]) -> int | None:
+    """Return the first step of a stage, counted from its start, that needs more rows than a source has left."""
+    # The draw after the last that there is a row for.
+    over = {name: left for name, left in rooms.items() if stage.draws[name] > left}
+    positions = [int(stage.positions_of(name, np.array([left]))[0]) for name, left in over.items()]
+    return min(positions) // stage.spec.global_batch_size if positions else None
