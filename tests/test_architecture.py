@@ -163,8 +163,8 @@ def test_only_adapters_may_import_a_framework():
     assert [path for path in importers if part_of(path) != "adapters"] == []
 
 
-ENVIRONMENT_READERS = {"adapters", "cli", "build/engines.py", "build/job.py", "run/run.py"}
-"""Those of build hand their own on to workers, and keep each to one core. That of run only warns."""
+ENVIRONMENT_READERS = {"adapters", "cli", "build/engines.py", "build/job.py", "run/loading.py"}
+"""Files of build pass their environment to workers, and keep each to one core. The file of run only warns."""
 
 
 def test_nothing_but_adapters_and_the_command_line_reads_the_environment():

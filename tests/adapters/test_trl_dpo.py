@@ -223,13 +223,11 @@ def test_columns_are_those_of_the_records(run):
     numbers = [use.spans[0].document for use in run.plan().what(2)]
     batch = run.loader(columns=("ref_chosen_logps",), micro_batch=2)[2]
     assert batch["ref_chosen_logps"].tolist() == [PAIRS[number]["ref_chosen_logps"] for number in numbers]
-    with pytest.raises(
-        ConfigError, match=r"columns: must be one of those that .*pairs keeps, got 'margin'.*keep=\[.margin.\]"
-    ):
+    with pytest.raises(ConfigError, match=r"columns: .*pairs does not keep 'margin', only .*keep=\[.margin.\]"):
         run.loader(columns=("margin",))
     with pytest.raises(
         ConfigError, match=r"columns: must be a list of names, got 'margin'; say columns=\['margin'\]"
     ):
         run.loader(columns="margin")
-    with pytest.raises(ConfigError, match=r"other names than the arrays of a batch, got 'chosen'; leave it out"):
+    with pytest.raises(ConfigError, match=r"'chosen' is the name of an array of the batch; remove it"):
         run.loader(columns=("chosen",))

@@ -254,8 +254,8 @@ def test_documents_may_be_named_in_a_file(run_of, tmp_path):
         ),
         (
             {"quarantine": [{"source": "web", "from_step": 7}, {"source": "books", "from_step": 9}]},
-            "stage 'base': a source must be left at step 9, got all of ['books', 'web'] in quarantine; "
-            "end the run before, or give the stage another source",
+            "stage 'base': no source is left at step 9, because all of ['books', 'web'] are quarantined; "
+            "end the run before, or add a source to the stage",
         ),
     ],
 )

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tokenmill.config.run import parse_config
-from tokenmill.config.schedule import tokens_of_a_row
 from tokenmill.errors import ConfigError
 from tokenmill.plan.report import report
 from tokenmill.run.run import Run
+from tokenmill.run.specs import tokens_of_a_row
 
 RUN = {"steps": 30, "global_batch_size": 12, "seq_len": 16, "seed": 5}
 
@@ -151,13 +151,11 @@ LATE = {"name": "late", "start_step": 10, "weights": {"short": 1}}
         ({"lr_scale": 0.0}, "stage 'late': lr_scale must be positive, got 0.0; leave it out for 1"),
         (
             {"temperature": 1e-5, "weights": {"short": 0.1}},
-            "stage 'late': temperature must leave every weight above 0 and finite, got 1e-05; "
-            "choose one nearer to 1",
+            "stage 'late': temperature = 1e-05 makes a weight 0 or infinite; choose a value closer to 1",
         ),
         (
             {"temperature": 1e-5, "weights": {"short": 3}},
-            "stage 'late': temperature must leave every weight above 0 and finite, got 1e-05; "
-            "choose one nearer to 1",
+            "stage 'late': temperature = 1e-05 makes a weight 0 or infinite; choose a value closer to 1",
         ),
         ({"temperature": -1}, "stage 'late': temperature must be positive, got -1; leave it out for 1"),
         (
@@ -283,7 +281,7 @@ def test_the_size_of_live_text_is_not_known(run_of):
 def test_an_empty_source_has_no_size(run_of, make_store):
     make_store("short", [])
     with pytest.raises(
-        ConfigError, match="source 'short': must not be empty where weights = \"tokens\", got no tokens"
+        ConfigError, match="source 'short': it has no tokens, so weights = 'tokens' gives it no share"
     ):
         run_of({"name": "base", "start_step": 0, "weights": "tokens"}).plan()
 

@@ -117,7 +117,7 @@ def make_run(tmp_path):
         tables["run"]["weights"] = weights or dict.fromkeys(sources, 1)
         if stages:
             tables["stages"] = stages
-        return Run(config=parse_config(tables), folder=tmp_path)
+        return Run(config=parse_config(tables), folder=tmp_path, records_plans=True)
 
     return make
 
@@ -174,7 +174,7 @@ def test_every_array_is_what_the_record_says_and_padding_is_no_token(
     group = max((len(record.get("responses", ())) for record in made.records), default=0)
     loader = run.loader(micro_batch=4)
     drawn = list(loader)
-    assert len(run.stores["data"].maps._maps) <= 64
+    assert len(run.stores["data"]._maps._maps) <= 64
     for step, batch in enumerate(drawn):
         assert list(batch) == list(RECORD_ARRAYS[kind])
         expected = [
@@ -541,7 +541,7 @@ def test_digests_tell_batches_apart_and_not_how_they_were_drawn(mixed_run, kind)
 def test_sources_of_two_training_types_are_refused(write_records, make_run, tmp_path, tokenizer_identity):
     write_records("pairs", random_records("dpo", 5))
     write_records("groups", random_records("grpo", 5))
-    with pytest.raises(ConfigError, match="'pairs' of dpo and 'groups' of grpo; make a run of each"):
+    with pytest.raises(ConfigError, match="'pairs' of dpo and 'groups' of grpo cannot be combined"):
         make_run("pairs", "groups").plan()
     identity = tokenizer_identity(VOCAB) | {"pad_id": PAD}
     with StoreWriter(
@@ -549,16 +549,14 @@ def test_sources_of_two_training_types_are_refused(write_records, make_run, tmp_
     ) as writer:
         writer.append({"sequence": np.ones(50, "<u2")}, np.array([0, 50]))
         writer.commit()
-    with pytest.raises(ConfigError, match="'web' of seq and 'pairs' of dpo; make a run of each"):
+    with pytest.raises(ConfigError, match="'web' of seq and 'pairs' of dpo cannot be combined"):
         make_run("web", "pairs").plan()
 
 
 @pytest.mark.parametrize("packing", ["concat", "bos_best_fit"])
 def test_records_are_not_packed(write_records, make_run, packing):
     write_records("pairs", random_records("dpo", 5))
-    with pytest.raises(
-        ConfigError, match=rf"packing is for stores of sequences, got '{packing}' with stores of dpo"
-    ):
+    with pytest.raises(ConfigError, match=rf"packing = '{packing}' cannot be combined with stores of dpo"):
         make_run("pairs", packing=packing).plan()
     same = [make_run("pairs", packing=name).plan().fingerprint for name in ("best_fit", "padded")]
     assert same[0] == same[1]
@@ -568,15 +566,13 @@ def test_records_are_not_packed(write_records, make_run, packing):
 def test_what_records_do_not_have_is_refused_before_step_0(write_records, make_run, asked):
     write_records("pairs", random_records("dpo", 5))
     (key,) = asked
-    with pytest.raises(
-        ConfigError, match=f"run: {key} is for stores of sequences, got stores of dpo; leave it out"
-    ):
+    with pytest.raises(ConfigError, match=f"run: {key} cannot be combined with stores of dpo; remove it"):
         make_run("pairs", **asked).plan()
 
 
 def test_arrays_that_the_training_type_does_not_have_are_refused(write_records, make_run):
     write_records("pairs", random_records("dpo", 5))
-    with pytest.raises(ConfigError, match=r"arrays is for stores of sequences, got .*'labels'"):
+    with pytest.raises(ConfigError, match=r"arrays = .*'labels'.* cannot be combined with these stores"):
         make_run("pairs", arrays=["labels"]).loader()
     with pytest.raises(
         ConfigError, match=r"arrays: must be among chosen, .*, got 'chosen_ids'; did you mean 'chosen_mask'"
@@ -598,7 +594,7 @@ def test_a_mask_or_reward_of_another_dtype_is_refused(tmp_path, tokenizer_identi
     with StoreWriter(tmp_path / "pairs", spec) as writer:
         writer.append(values, {"chosen": np.array([0, 2]), "rejected": np.array([0, 2])})
         writer.commit()
-    with pytest.raises(ConfigError, match=r"chosen_mask must be \|u1 to be trained on, got <u4; prepare"):
+    with pytest.raises(ConfigError, match=r"expected chosen_mask of \|u1 for training, got <u4; prepare"):
         make_run("pairs").plan()
 
 

@@ -335,7 +335,7 @@ def test_the_same_stage_after_more_rows_draws_other_rows(folder):
 
 
 def test_a_path_is_no_run_and_the_way_out_is_named(folder):
-    with pytest.raises(ConfigError, match=r"diff: must be given a Run, got 'b.toml'; open its config"):
+    with pytest.raises(ConfigError, match=r"diff: expected a Run, got 'b.toml'; open its config"):
         run_of(folder, {}).diff("b.toml")
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from tokenmill.config.run import parse_config
 from tokenmill.errors import ConfigError
-from tokenmill.run.run import EpochCount, Run
+from tokenmill.run.run import Run
+from tokenmill.run.specs import EpochCount
 
 LENGTHS = {"web": [5, 9, 1, 30, 12, 8, 2, 17, 9, 4, 26, 11, 3], "chat": [7, 3, 3, 12, 20]}
 

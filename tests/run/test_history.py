@@ -51,6 +51,16 @@ def digits(loader):
     return loader.plan.fingerprint[:16]
 
 
+def test_runs_made_in_python_record_plans_only_in_a_folder_that_was_passed(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    before = sorted(folder.rglob("*"))
+    plan = Run.from_tables(BASE).loader(world_size=2).plan
+    Run.build(["web", "books"], seq_len=16, global_batch_size=6, steps=3).loader(world_size=2)
+    assert sorted(folder.rglob("*")) == before
+    assert Run.from_tables(BASE, folder=".").loader(world_size=2).plan.fingerprint == plan.fingerprint
+    assert [edit.plan for edit in read_history(folder, "run")] == [plan.fingerprint[:16]]
+
+
 def test_a_line_is_added_when_the_plan_changes_and_only_then(load, folder):
     """[O1.c] An edit is recorded with the step from which on it acts, the keys, and the reason."""
     first = load(BASE)

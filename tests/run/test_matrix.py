@@ -324,7 +324,7 @@ def rejection(kind, packing, fate, seq_len):
     if packing not in WHOLE and fate != "default":
         return "on_long is for packing best_fit and padded"
     if packing not in WHOLE and is_record:
-        return "packing is for stores of sequences"
+        return "cannot be combined with stores of"
     alone = is_record or packing == "padded"
     if fate == "split" and alone:
         return "on_long = 'split' is for sequences packed as best_fit"

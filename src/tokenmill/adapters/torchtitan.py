@@ -96,7 +96,7 @@ def build_dataloader(
     if dp_rank == 0:
         translation.log(file.name)
     config = parse_config(translation.tables, where=file.name)
-    run = Run(config=config, folder=file.parent, name=file.stem, translation=translation)
+    run = Run(config=config, folder=file.parent, name=file.stem, translation=translation, records_plans=True)
     if "seq_len" in tables["training"]:
         _check_length(run.plan(), tables["training"]["seq_len"])
     rows = tables["training"].get("local_batch_size", config.clock.stretches[0].batch // dp_world_size)

@@ -33,6 +33,7 @@ from tokenmill.plan.mixture import exact_weight
 from tokenmill.plan.order import Shuffle
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.stages import NOTHING, Held, StageSpec
+from tokenmill.run.loading import check_columns
 from tokenmill.store import Store
 from tokenmill.store.hashes import EMPTY, hash_documents, read_hashes
 from tokenmill.store.layout import is_ours
@@ -193,7 +194,7 @@ class Eval:
 
     def _part(self, source: EvalSource) -> EvalPart:
         where = f"eval {self.name!r}"
-        store = self.run.eval_store(source)
+        store = self.run.sources.eval_store(source)
         documents = None if source.whole else source.numbers(self.run.folder, where)
         if documents is not None and documents.size and int(documents[-1]) >= store.num_documents:
             raise ConfigError(
@@ -296,8 +297,8 @@ class Eval:
             sequences = "labels" in usual
             arrays = (*dict.fromkeys((*written, "num_loss_tokens")),) if sequences else usual
         arrays = names_of("arrays", arrays)
-        if columns:
-            self.run.check_columns(columns, arrays, {part.name: part.store for part in self.parts})
+        columns = names_of("columns", columns)
+        check_columns(columns, arrays, {part.name: part.store for part in self.parts})
         return EvalLoader(
             plan,
             RankSlice(layout=layout, micro_batch=micro_batch),
@@ -307,7 +308,7 @@ class Eval:
                 prefetch=prefetch,
                 positions=self.run.config.run.positions,
                 horizon=self.run.config.run.horizon,
-                columns=tuple(columns),
+                columns=columns,
             ),
         )
 

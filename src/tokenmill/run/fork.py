@@ -226,6 +226,7 @@ def _run(tables: dict[str, Any], file: Path) -> Run:
         folder=file.parent,
         name=file.stem,
         translation=Translation(tables=tables),
+        records_plans=True,
     )
 
 

@@ -30,7 +30,8 @@ from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warn
 from tokenmill.plan.stages import CountedRows, Stage
 from tokenmill.run.evals import Overlap, overlaps
 from tokenmill.run.history import read_history
-from tokenmill.run.run import EpochCount, Run
+from tokenmill.run.run import Run
+from tokenmill.run.specs import EpochCount, stage_packing
 from tokenmill.store import Store
 from tokenmill.store.layout import token_keys
 from tokenmill.store.locate import locate
@@ -503,7 +504,7 @@ def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
     """
     parts = {part.spec.number: part for part in reversed(run.plan().stages)}
     for number, stage in enumerate(run.config.resolved_stages):
-        packing = run._packing(stage)
+        packing = stage_packing(run.sources, stage)
         for name, rows in parts[number].rows.items():
             store = run.stores.get(name)
             if store is None or not is_stored(rows) or not any(key in MASK_KEYS for key in store.keys):

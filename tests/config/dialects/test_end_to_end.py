@@ -156,8 +156,8 @@ def test_a_tokenizer_without_eos_cannot_end_documents(tmp_path, monkeypatch):
     with pytest.raises(ConfigError) as caught:
         run_of(text, tmp_path).plan()
     assert str(caught.value) == (
-        "source 'web': its tokenizer must have an EOS, which ends documents, got none in 'bytes'; name it in the "
-        "tokenizer_config.json beside it, or give eos_id = ..."
+        "source 'web': tokenizer 'bytes' has no EOS, which ends documents; set it in the tokenizer_config.json "
+        "next to it, or set eos_id"
     )
 
 
