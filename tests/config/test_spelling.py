@@ -10,7 +10,7 @@ import pytest
 import tokenmill as tm
 from tokenmill.config import parse_config
 from tokenmill.config.run import to_toml
-from tokenmill.errors import ConfigError, ResumeError
+from tokenmill.errors import ConfigError
 from tokenmill.run.fork import native_tables
 from tokenmill.run.history import PlanRecord, changes
 
@@ -188,15 +188,3 @@ def test_a_plan_that_was_recorded_with_old_keys_shows_no_difference(make_store, 
         config={"run": RUN | {"split": "allow", "on_long": "cut"}, "sources": SOURCES},
     )
     assert changes(old, record) == []
-
-
-def test_a_state_of_a_block_shuffle_is_refused_by_name(make_store, tmp_path):
-    """Such a plan has another order of rows."""
-    make_store("web", [40] * 600)
-    tables = {"run": RUN | {"shuffle": "window"}, "sources": SOURCES}
-    old, new = (tm.Run.from_tables(tables, folder=tmp_path, name="run") for _ in range(2))
-    object.__setattr__(old.config.run, "shuffle", "block")  # as an older release read it
-    loader = old.loader(rank=0, threads=0)
-    next(iter(loader))
-    with pytest.raises(ResumeError, match=r"shuffle.*'block' -> 'window'"):
-        new.loader(rank=0, threads=0).load_state_dict(loader.state_dict())

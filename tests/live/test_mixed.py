@@ -458,7 +458,7 @@ def test_other_text_is_refused_at_resume_with_the_first_difference(open_loaders,
     )
     _, state = draw(open_loaders(tm.Run.from_toml(tmp_path / "run.toml")), 3)
     (tmp_path / "web1.jsonl").write_text('{"text": "other"}\n')
-    with pytest.raises(ResumeError, match=r"\(sources\[0\].documents 'content \w+' -> 'content \w+'\)"):
+    with pytest.raises(ResumeError, match=r"first difference: stages\[0\]\.sources\.web\.files '\w+' -> '\w+'"):
         open_loaders(tm.Run.from_toml(tmp_path / "run.toml"), state=state)
 
 

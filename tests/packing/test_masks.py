@@ -109,7 +109,7 @@ def test_the_report_of_a_run_counts_what_its_batches_train_on(make_masked, tmp_p
     fates = report(run.plan()).sources[0].fates
     trained = sum(int((batch["labels"] != IGNORE).sum()) for batch in run.loader())
     assert 0 < fates.trained == trained
-    assert len(run.stores["sft"].maps._maps) <= 64
+    assert len(run.stores["sft"]._maps._maps) <= 64
 
 
 @pytest.mark.parametrize(("share", "trained"), [(-1, 0), (2, 7)])

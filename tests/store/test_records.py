@@ -91,9 +91,9 @@ def test_no_text_names_the_tokenizer_that_is_missing(small_store):
 
 def test_the_tokenizer_is_opened_once_per_store(web):
     _ = web[0].text
-    tokenizer = web.opened["tokenizer"]
+    tokenizer = web._opened["tokenizer"]
     _ = [record.text for record in web]
-    assert web.opened["tokenizer"] is tokenizer
+    assert web._opened["tokenizer"] is tokenizer
 
 
 def test_records_of_joined_stores_go_on_with_the_next(web, tmp_path):
