@@ -94,6 +94,7 @@ def test_tensor_and_pipeline_ranks_get_the_same_batch(make_run):
     [
         ("inputs", ["input_ids", "position_ids", "doc_ids"]),
         ("labels", ["labels", "position_ids", "doc_ids"]),
+        ("bounds", ["position_ids", "doc_ids"]),
         ("nothing", []),
     ],
 )
@@ -109,6 +110,27 @@ def test_a_rank_gets_what_it_needs(make_run, needs, names):
         count += 1
     assert count == len(loader) == len(whole)
     assert list(loader[3]) == names
+
+
+@pytest.mark.parametrize("options", [{}, {"cp": (1, 2)}])
+def test_a_middle_pipeline_stage_gets_bounds_without_opening_token_files(make_run, options):
+    run = make_run()
+    arrays = ["input_ids", "labels", "position_ids", "doc_ids", "cu_seqlens", "max_seqlen", "num_loss_tokens"]
+    names = ["position_ids", "doc_ids", "cu_seqlens", "max_seqlen"]
+    whole = list(run.loader(layout=Layout(**options), micro_batch=6, arrays=arrays))
+    middle = run.loader(layout=Layout(pp=(1, 3), needs="bounds", **options), micro_batch=6, arrays=arrays)
+    for store in run.stores.values():
+        for file in store.path.glob("shard-*/sequence.bin"):
+            file.unlink()
+    batches = list(middle)
+    assert [list(batch) for batch in batches] == [names] * len(whole)
+    for batch, part in zip(whole, batches, strict=True):
+        assert {name: part[name].tolist() for name in names} == {name: batch[name].tolist() for name in names}
+
+
+def test_bounds_without_an_array_per_row_name_the_arrays_to_add(make_run):
+    with pytest.raises(ConfigError, match=r"arrays: .* got \['max_seqlen'\]"):
+        make_run().loader(layout=Layout(needs="bounds"), arrays=["input_ids", "labels", "max_seqlen"])
 
 
 def test_a_rank_that_needs_nothing_reads_no_store(make_run):
@@ -149,7 +171,7 @@ def test_only_the_first_process_records_the_plan(make_run):
         ({"tp": (0, "2")}, r"layout: tp must be a rank and the number of members, got \(0, '2'\)"),
         ({"pp": (0, 1, 2)}, r"layout: pp must be a rank and the number of members, got \(0, 1, 2\)"),
         ({"cut": "zig"}, "cut must be one of zigzag, contiguous, segments, got 'zig'; did you mean 'zigzag'"),
-        ({"needs": "input"}, "needs must be one of everything, inputs, labels, nothing, got 'input'"),
+        ({"needs": "input"}, "needs must be one of everything, inputs, labels, bounds, nothing, got 'input'"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(options, message):

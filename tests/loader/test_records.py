@@ -10,7 +10,16 @@ import pytest
 
 from tokenmill.config.run import parse_config
 from tokenmill.errors import ConfigError, PlanError, ResumeError
-from tokenmill.loader import RECORD_ARRAYS, Loader, RankSlice, batch_digest, count_tokens, row_digests, stack
+from tokenmill.loader import (
+    RECORD_ARRAYS,
+    Layout,
+    Loader,
+    RankSlice,
+    batch_digest,
+    count_tokens,
+    row_digests,
+    stack,
+)
 from tokenmill.plan.report import report
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter
@@ -182,6 +191,22 @@ def test_every_array_is_what_the_record_says_and_padding_is_no_token(
         ]
         assert rows_of_batch(batch, RECORD_ARRAYS[kind]) == expected
         assert bytes_of([loader[step]]) == bytes_of([batch])
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("dpo", ["chosen_len", "rejected_len"]), ("grpo", ["prompt_len", "response_len", "group_size"])],
+)
+def test_bounds_of_records_are_their_lengths_and_read_no_token(write_records, make_run, kind, names):
+    write_records("data", random_records(kind, 9))
+    run = make_run("data")
+    whole = list(run.loader(micro_batch=4))
+    lengths = run.loader(layout=Layout(pp=(1, 3), needs="bounds"), micro_batch=4)
+    for key in run.stores["data"].keys:
+        for file in run.stores["data"].path.glob(f"shard-*/{key}.bin"):
+            file.unlink()
+    batches = [{name: array.tolist() for name, array in batch.items()} for batch in lengths]
+    assert batches == [{name: batch[name].tolist() for name in names} for batch in whole]
 
 
 def test_the_dtypes_and_shapes_are_those_of_the_guide(write_records, make_run):

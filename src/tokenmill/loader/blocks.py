@@ -550,7 +550,8 @@ class RecordBlock(Block):
         self._kind = kind
         self._group = group_size(stage, kind)
         self._check_lengths()
-        self._map()
+        if {*self.arrays} - {*LENGTHS.values(), "group_size", "source"}:
+            self._map()
 
     @property
     def shape(self) -> tuple[int, ...]:

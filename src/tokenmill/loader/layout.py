@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from tokenmill.errors import ConfigError, nearest
-from tokenmill.types import Int32Array, Int64Array, counted_from
+from tokenmill.types import MASK_KEYS, TOKEN_KEYS, Int32Array, Int64Array, counted_from
 
 if TYPE_CHECKING:
     from tokenmill.plan.plan import Plan
@@ -25,9 +25,10 @@ _LEFT_OUT = {
     "everything": frozenset[str](),
     "inputs": frozenset(("labels", "loss_mask")),
     "labels": frozenset(("input_ids",)),
+    "bounds": frozenset(("input_ids", "labels", "num_loss_tokens", *TOKEN_KEYS, *MASK_KEYS, "rewards")),
 }
 NEEDS = (*_LEFT_OUT, "nothing")
-"""What a process can need of a batch."""
+"""Parts of a batch that a process can need."""
 
 MAX_MICRO_BATCH = 1 << 24
 """Rows of a micro-batch."""
@@ -51,8 +52,8 @@ class Layout:
     `segments`: each segment as zigzag cuts a row; all must be multiples of 2 C. It is what Transformer Engine's
     `thd_get_partitioned_indices` gives (transformer_engine/common/fused_attn/context_parallel.cu)"""
     needs: str = "everything"
-    """What the process needs of a batch: `everything`, `inputs` (no labels), `labels` (no inputs), or `nothing`:
-    then batches are empty, and no store is read. What is left out is not read."""
+    """Arrays that the process needs: `everything`, `inputs` (no labels), `labels` (no inputs), `bounds` (positions,
+    document ids and segment bounds, for which no token is read), or `nothing`. Other arrays are not read."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "cp", "tp", "pp"):
