@@ -61,6 +61,7 @@ python:
 sample:
 	$(SAMPLE_VENV)/bin/python -m pip install -q --no-compile -e . pytest pytest-timeout hypothesis
 	$(SAMPLE_VENV)/bin/tokenmill demo --out $(SAMPLE_VENV)/demo
+	$(SAMPLE_VENV)/bin/tokenmill warm > /dev/null
 	HYPOTHESIS_PROFILE=few $(SAMPLE_VENV)/bin/python -m pytest -m "not deep and not slow" -k "not remote" $(SAMPLE)
 
 # The wheel and the sdist, checked and tried in an environment of their own.

@@ -6,6 +6,7 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -35,6 +36,15 @@ settings.register_profile("deep", max_examples=300, deadline=None, suppress_heal
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 MadeStore = tuple[Path, npt.NDArray[np.unsignedinteger], npt.NDArray[np.int64]]
+
+
+@pytest.fixture(scope="session")
+def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return what `tokenmill init --demo` writes: corpus/, stores/demo and run.toml. Tests copy it."""
+    folder = tmp_path_factory.mktemp("demo")
+    command = [sys.executable, "-m", "tokenmill", "init", "--demo"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
 
 
 @pytest.hookimpl(trylast=True)

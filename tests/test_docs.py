@@ -21,6 +21,7 @@ import io
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -363,7 +364,10 @@ MODULES = [
         for name in MODULES
     ],
 )
-def test_the_examples_in_docstrings_hold(name):
+def test_the_examples_in_docstrings_hold(name, demo_folder, tmp_path, monkeypatch):
+    """Examples run in the folder that `tokenmill init --demo` writes."""
+    shutil.copytree(demo_folder, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
     failed, _ = doctest.testmod(importlib.import_module(name), raise_on_error=False)
     assert failed == 0
 

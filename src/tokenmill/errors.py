@@ -83,14 +83,35 @@ def warn(message: str) -> None:
 
 
 class TokenmillError(Exception):
-    """Base of all errors that tokenmill raises on purpose; what they say has no secrets in it."""
+    """Base of all errors that tokenmill raises on purpose. Passwords in addresses are removed from messages.
+
+    Args:
+        args: The message: what is wrong, its value, and the way out.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> try:
+        ...     tm.open_store("nowhere")
+        ... except tm.TokenmillError as error:
+        ...     print(type(error).__name__)
+        StoreMissingError
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(without_secrets(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class ConfigError(TokenmillError, ValueError):
-    """A run, recipe or option that cannot be right."""
+    """A config, recipe, option or argument is wrong. It is a ValueError as well.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> try:
+        ...     tm.RunConfig(steps=10, global_batch_size=8, seq_len=-1)
+        ... except tm.ConfigError as error:
+        ...     print(str(error).partition(";")[0])
+        run: seq_len must be at least 1, got -1
+    """
 
 
 class DocumentError(TokenmillError, ValueError):
@@ -110,7 +131,18 @@ class TokenizerMissingError(TokenizerError, FileNotFoundError):
 
 
 class StoreError(TokenmillError, ValueError):
-    """A store that cannot be used."""
+    """A store cannot be used, or not be written. It is a ValueError as well.
+
+    Subclasses tell the cases apart, such as a missing, existing, busy or corrupt store: see `tokenmill.errors`.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> try:
+        ...     tm.import_store("stores/demo", out="stores/copy")
+        ... except tm.StoreError as error:
+        ...     print(type(error).__name__)
+        StoreError
+    """
 
 
 class StoreMissingError(StoreError, FileNotFoundError):
@@ -142,7 +174,19 @@ class PlanError(TokenmillError, IndexError):
 
 
 class ResumeError(TokenmillError, ValueError):
-    """A state that this run must not continue."""
+    """A saved state belongs to another run, or is damaged. It is a ValueError as well.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> loader = tm.Run.from_toml("run.toml").loader()
+        >>> loader.seek(66)
+        >>> other = tm.Run.build("stores/demo", seq_len=128, global_batch_size=8, steps=132, seed=1)
+        >>> try:
+        ...     other.loader().load_state_dict(loader.state_dict())
+        ... except tm.ResumeError:
+        ...     print("the state is of another run")
+        the state is of another run
+    """
 
 
 class WorkerLostError(TokenmillError, RuntimeError):

@@ -34,7 +34,17 @@ def _option(default: Any, group: str, help: str, *, metavar: str | None = None, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrepareOptions:
-    """Options that are seldom changed. None leaves it to the recipe or the tokenizer."""
+    """Options of `prepare` that are seldom changed. None leaves a choice to the recipe or the tokenizer.
+
+    Args: the options of `tokenmill prepare --help`, with underscores in their names.
+
+    Raises:
+        ConfigError: A value has the wrong type or is out of range.
+
+    Example:
+        >>> PrepareOptions(text_field="content", keep=("url",), min_chars=100).on_error
+        'stop'
+    """
 
     text_field: str | None = _option(
         None, "Input", "Field of the text; a dot enters a nested one", metavar="NAME", shown="text"

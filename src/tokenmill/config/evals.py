@@ -83,7 +83,17 @@ class EvalSource:
 @takes_old_keys
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalConfig:
-    """A table of [[evals]]: documents that the model is evaluated on, always the same, each once, in order."""
+    """A table of [[evals]]: documents to evaluate on. They are the same each time, each is read once, in order.
+
+    Args: the keys of [[evals]] in docs/reference/config.md. `name` is required, and `store`, `source` or `sources`.
+
+    Raises:
+        ConfigError: A value has the wrong type, is out of range, or contradicts another one.
+
+    Example:
+        >>> EvalConfig(name="held-out", source="web", documents="0:100").packing
+        'best_fit'
+    """
 
     name: str
     store: str | tuple[str, ...] | None = None

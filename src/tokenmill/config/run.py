@@ -84,7 +84,17 @@ IN_TOKENS = {"stages": ("start_tokens", "ramp_tokens"), "skip": ("tokens",), "qu
 @takes_old_keys
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
-    """The table [run]."""
+    """The table [run] of a config: length, batch size, sequence length, order and packing.
+
+    Args: the keys of [run] in docs/reference/config.md. `global_batch_size` and `seq_len` are required.
+
+    Raises:
+        ConfigError: A value has the wrong type, is out of range, or contradicts another one.
+
+    Example:
+        >>> RunConfig(steps=1000, global_batch_size=64, seq_len=2048).packing
+        'best_fit'
+    """
 
     global_batch_size: BatchSize
     """Rows of one optimizer step, over all ranks; or a table of `from`, `to`, `step`, and `over_tokens` or
@@ -200,7 +210,17 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceConfig:
-    """A named set of rows."""
+    """A table of [[sources]]: a store, token files, or text, under a name.
+
+    Args: the keys of [[sources]] in docs/reference/config.md. `name` is required, and `store` or `documents`.
+
+    Raises:
+        ConfigError: A value has the wrong type, is out of range, or contradicts another one.
+
+    Example:
+        >>> SourceConfig(name="web", store="stores/web").store
+        'stores/web'
+    """
 
     name: str
     store: str | tuple[str, ...] | None = None
@@ -298,7 +318,21 @@ _LISTED: tuple[type, ...] = (SourceConfig, StageConfig, SkipConfig, QuarantineCo
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole config file."""
+    """A whole config: the tables of a run.toml as records. `Run(config)` makes the run.
+
+    `Run.build` and `Run.from_tables` are shorter ways to a run.
+
+    Args: the tables of docs/reference/config.md. `run` and at least one of `sources` are required.
+
+    Raises:
+        ConfigError: Two tables contradict each other, or a stage or edit is outside the run.
+
+    Example:
+        >>> run = RunConfig(steps=100, global_batch_size=8, seq_len=128)
+        >>> config = Config(run=run, sources=(SourceConfig(name="demo", store="stores/demo"),))
+        >>> config.steps, config.source_names
+        (100, ('demo',))
+    """
 
     run: RunConfig
     sources: tuple[SourceConfig, ...]

@@ -141,7 +141,18 @@ def read_batch(where: str, value: BatchSize) -> int | BatchRamp:
 @takes_old_keys
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageConfig:
-    """A table of [[stages]]: a run of steps as it is written. What it leaves out (None), it takes from [run]."""
+    """A table of [[stages]]: a range of steps with its own mixture or sizes. Omitted keys are those of [run].
+
+    Args: the keys of [[stages]] in docs/reference/config.md. `name` is required, and `start_step` or
+        `start_tokens`.
+
+    Raises:
+        ConfigError: A value has the wrong type, is out of range, or contradicts another one.
+
+    Example:
+        >>> StageConfig(name="anneal", start_step=900, weights={"web": 3, "math": 1}).weights["math"]
+        1
+    """
 
     name: str
     start_step: int = UNSAID
@@ -431,7 +442,17 @@ def agreed(where: str, key: str, written: int | None, counted: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SkipConfig:
-    """Steps that are not trained on; those after them keep their numbers and batches."""
+    """A table of [[skip]]: steps that are not trained on. Later steps keep their numbers and batches.
+
+    Args: the keys of [[skip]] in docs/reference/config.md. `steps` or `tokens` is required.
+
+    Raises:
+        ConfigError: The range is empty or cannot be read.
+
+    Example:
+        >>> SkipConfig(steps="1200:1240", reason="loss spike").range()
+        (1200, 1240)
+    """
 
     steps: str = ""
     """`a:b`, b exclusive."""
@@ -472,7 +493,18 @@ class SkipConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuarantineConfig:
-    """Documents of a source, or the whole of it, that are not trained on from a step on."""
+    """A table of [[quarantine]]: documents of a source, or all of it, that are removed from a step on.
+
+    Args: the keys of [[quarantine]] in docs/reference/config.md. `source` is required, and `from_step` or
+        `from_tokens`.
+
+    Raises:
+        ConfigError: A value has the wrong type or is out of range, or both documents and a file are given.
+
+    Example:
+        >>> QuarantineConfig(source="web", from_step=500, documents=(17, 18)).whole
+        False
+    """
 
     source: str
     from_step: int = UNSAID

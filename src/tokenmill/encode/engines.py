@@ -485,12 +485,32 @@ def open_tokenizer(
     eos_token: str | None = None,
     engine: str = "auto",
 ) -> Tokenizer:
-    """Open a tokenizer: `bytes`, a `tokenizer.json`, a `.model`, a folder holding one, or `tiktoken:<rank file>`.
+    """Open a tokenizer, to encode and decode as `prepare` does.
 
-    `hf:NAME[@REVISION]` downloads the tokenizer from the Hugging Face hub, or takes it from the hub's cache.
-    `tiktoken:<rank file>?encoding=cl100k_base` says which encoding a rank file is where neither its hash nor
-    its name does; `?encoding=mine.json` names a file with its `pattern`, `special_tokens`, `bos_token` and
-    `eos_token`. The fast engine is taken on trust here, where it can load the file; `trusted` proves it.
+    Args:
+        spec: `bytes`, a `tokenizer.json`, a `.model`, a folder with one of them, or `tiktoken:RANKFILE`.
+            `hf:NAME[@REVISION]` is taken from the cache of the Hugging Face hub, or downloaded. If neither hash nor
+            name of a rank file tells its encoding, add `?encoding=cl100k_base`. `?encoding=FILE.json` names a file
+            with `pattern`, `special_tokens`, `bos_token` and `eos_token`.
+        add_bos: Start each document with BOS; by default as the tokenizer does.
+        add_eos: End each document with EOS; by default as the tokenizer does.
+        bos_token: String of the BOS token, if the tokenizer does not name it.
+        eos_token: String of the EOS token, if the tokenizer does not name it.
+        engine: Implementation; `auto` takes the fast one if it can load the files.
+
+    Returns:
+        The tokenizer: `encode(texts)`, `decode(ids)`, `identity`, `special_ids`.
+
+    Raises:
+        TokenizerMissingError: There is no tokenizer at the path.
+        TokenizerError: The tokenizer cannot be loaded.
+        MissingExtraError: A library that it needs is not installed.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> tokenizer = tm.open_tokenizer("bytes")
+        >>> tokenizer.decode(tokenizer.encode(["a mill"]).ids)
+        'a mill'
     """
     spec = pinned(path_of("tokenizer", spec))
     check_types(

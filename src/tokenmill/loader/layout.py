@@ -36,7 +36,24 @@ MAX_MICRO_BATCH = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where a process stands among all: its rank and the number of members in each kind of group."""
+    """Place of a process in its parallel groups: a rank and a size for each kind of group.
+
+    Args:
+        dp: Data parallel: members share the rows of a batch.
+        cp: Context parallel: each member has a part of every row.
+        tp: Tensor parallel: all members have the same batch.
+        pp: Pipeline parallel: all members have the same batch.
+        cut: How a row is cut for `cp`: "zigzag", "contiguous" or "segments".
+        needs: Arrays that the process needs: "everything", "inputs", "labels" or "nothing".
+
+    Raises:
+        ConfigError: A rank is not below the size of its group, or a choice is unknown.
+
+    Example:
+        >>> layout = Layout(dp=(1, 4), cp=(0, 2))
+        >>> layout.columns(16)
+        (slice(0, 4, None), slice(12, 16, None))
+    """
 
     dp: GroupRank = (0, 1)
     """Data parallel: members share out the rows of a batch."""

@@ -64,12 +64,29 @@ if hasattr(os, "register_at_fork"):
 
 
 class Loader:
-    """Batches of one rank.
+    """Batches of one rank. `Run.loader` makes one.
 
-    `for batch in loader` goes on from where the loader stands to the end of the run, one micro-batch
-    at a time; `loader[step]` is this rank's slice of any step; `state_dict` and `load_state_dict`
-    may be called at any time, before or during an iteration. Where a run draws from live text, batches
-    can be drawn only in order.
+    `for batch in loader` yields one micro-batch at a time, from the current position to the end of the run.
+    `loader[step]` is this rank's slice of any step. `state_dict` and `load_state_dict` may be called at any time,
+    before or during an iteration. For live text, batches are available in order only.
+
+    Args:
+        plan: Compiled plan of the run.
+        part: Slice of this rank and its micro-batch size.
+        options: Arrays, threads and prefetch.
+        explain: Function that returns the first difference between this run and the plan of a state.
+
+    Raises:
+        ConfigError: A batch of the plan does not divide by the ranks, or does not have such arrays.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> loader = tm.Run.from_toml("run.toml").loader(rank=0, world_size=2, micro_batch=4)
+        >>> batch = next(iter(loader))
+        >>> batch["input_ids"].shape, loader.step
+        ((4, 128), 1)
+        >>> len(loader)
+        132
     """
 
     def __init__(
@@ -122,7 +139,7 @@ class Loader:
         return self.first_batches[-1]
 
     def __getitem__(self, step: int) -> Batch:
-        """Return the same as `batch_at`."""
+        """Return this rank's whole slice of the batch of a step, as `batch_at` does."""
         return self.batch_at(step)
 
     def batch_at(self, step: int) -> Batch:
@@ -253,16 +270,33 @@ class Loader:
             self._drawn.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loader stands: at most 200 bytes of JSON, the same on every rank.
+        """Return the position as at most 200 bytes of JSON, the same on every rank.
 
-        Where a run draws from live text, each rank has the lanes of its own; `merge_states` joins those of all.
+        For live text, the state has the lanes of this rank; `merge_states` joins the states of all ranks.
+
+        Example:
+            >>> import tokenmill as tm
+            >>> run = tm.Run.from_toml("run.toml")
+            >>> loader = run.loader(micro_batch=8)
+            >>> batch = next(iter(loader))
+            >>> resumed = run.loader(micro_batch=2)
+            >>> resumed.load_state_dict(loader.state_dict())
+            >>> resumed.step
+            1
         """
         position = self.position
         state = save_state(position, self.part, self._made_by(position))
         return {**state, "live": self._drawn.state(position.batch)} if self._drawn else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to where a state says; a running iteration goes on from there."""
+        """Move to the position of a state. A running iteration continues from there.
+
+        Args:
+            state: What `state_dict` returned, for any number of ranks.
+
+        Raises:
+            ResumeError: The state is damaged, or of a run with other batches before its step.
+        """
         saved = read_state(state)
         check_position(saved, self.plan, self.part)
         self._check_made_by(saved)
@@ -271,9 +305,13 @@ class Loader:
         self._go_to(saved.position)
 
     def seek(self, step: int) -> None:
-        """Go to the start of a step, or to the end of the run; a running iteration goes on from there.
+        """Move to the start of a step, or to the end of the run. A running iteration continues from there.
 
-        Where a run draws from live text, only the first step can be gone to.
+        Args:
+            step: Step of the run, from 0. For live text it must be 0.
+
+        Raises:
+            PlanError: The run has no such step, or reads live text.
         """
         step = as_step(step)
         if step != self.plan.steps:

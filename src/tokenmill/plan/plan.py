@@ -74,7 +74,27 @@ MAX_SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """All stages of a run, compiled."""
+    """All stages of a run, compiled: which rows each step reads. `Run.plan` makes one.
+
+    A plan opens no file. It knows rows and spans, while `Run.what` adds their text and origin.
+
+    Args:
+        sources: Names of all sources.
+        stages: Compiled stages in order.
+        max_epochs: Limit of passes per source.
+        contract: Choices of delivery that change what a batch holds.
+
+    Raises:
+        PlanError: A step, source or document is outside the plan; raised by its methods.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> plan = tm.Run.from_toml("run.toml").plan()
+        >>> plan.steps, plan.tokens_seen(10).slots
+        (132, 10240)
+        >>> [use.step for use in plan.when("demo", document=17)]
+        [96, 104]
+    """
 
     sources: tuple[str, ...]
     """Names of all sources; `rows` speaks of them by index."""
@@ -168,14 +188,28 @@ class Plan:
         return parts[0].spec.start_step, parts[-1].end_step
 
     def rows(self, step: int) -> tuple[Int64Array, Int64Array]:
-        """Return (source ids, row ids) of the global batch of a step, in order."""
+        """Return (source ids, row ids) of the global batch of a step, in order.
+
+        Args:
+            step: Step of the run, from 0.
+
+        Returns:
+            Indices into `sources`, and the index of each row in its source.
+
+        Raises:
+            PlanError: The run has no such step, or skips it.
+        """
         step = as_step(step)
         stage = self.trained_stage(step)
         slots = np.arange(stage.spec.global_batch_size)
         return rows_at(stage, np.full_like(slots, step), slots)
 
     def what(self, step: int) -> tuple[RowUse, ...]:
-        """Return the documents and spans of the global batch of a step."""
+        """Return the rows of the global batch of a step, each with its spans of documents.
+
+        Raises:
+            PlanError: The run has no such step, or skips it.
+        """
         step = as_step(step)
         stage = self.trained_stage(step)
         source_ids, rows = self.rows(step)
@@ -208,7 +242,15 @@ class Plan:
         return step
 
     def when(self, source: str, document: int) -> tuple[RowUse, ...]:
-        """Return every step and slot of the run that uses a document, with the spans of that document alone."""
+        """Return every step and slot of the run that uses a document, with the spans of that document alone.
+
+        Args:
+            source: Name of the source.
+            document: Number of the document in the source, from 0.
+
+        Raises:
+            PlanError: There is no such source or document, or the source is live text.
+        """
         document = whole("document", document, PlanError, "count from 0")
         return tuple(as_row_uses(self.when_many(source, np.array([document])), source))
 

@@ -45,7 +45,31 @@ LIMIT_ROWS = 1 << 22
 
 @dataclass(frozen=True, repr=False)
 class Run:
-    """The data of a training job: sources, stages, edits and evals. Only loaders read tokens."""
+    """A training run over stores: its config, and from it plan, loaders, evals and reports.
+
+    `Run.from_toml`, `Run.from_tables` and `Run.build` make one. Manifests are read when the plan is made, tokens
+    only when a loader is asked for batches.
+
+    Args:
+        config: The config as records.
+        folder: Folder that relative paths start from, and that plans are recorded in.
+        name: Name of the run in records.
+        translation: How the config file was read, if it was of another project.
+        records_plans: Record plans and their history in `.tokenmill` of the folder.
+
+    Raises:
+        ConfigError: The config is not a `Config`, or its epochs cannot be counted.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> run = tm.Run.from_toml("run.toml")
+        >>> run.plan().steps
+        132
+        >>> for batch in run.loader(micro_batch=8):
+        ...     break
+        >>> batch["input_ids"].shape
+        (8, 128)
+    """
 
     config: Config
     folder: Path = Path()
@@ -105,10 +129,22 @@ class Run:
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], *, world_size: int | None = None) -> Run:
-        """Read a config file of tokenmill, KempnerForge or torchtitan.
+        """Read a config file: of tokenmill, KempnerForge or torchtitan.
 
-        Stores are opened when the plan is made, or at once with `epochs`, whose steps are counted in rows. Pass
-        `world_size` with a config of KempnerForge or torchtitan, because it sets the batch of one rank.
+        Args:
+            path: The TOML file. Relative paths in it start at its folder.
+            world_size: Number of ranks, for KempnerForge and torchtitan configs, which set the batch of one rank.
+
+        Returns:
+            The run. Stores are opened when the plan is made, or at once with `epochs`.
+
+        Raises:
+            ConfigError: The file does not exist, or a key or value is wrong.
+
+        Example:
+            >>> import tokenmill as tm
+            >>> tm.Run.from_toml("run.toml").config.source_names
+            ('demo',)
         """
         file = Path(path_of("config", path)).resolve()
         folder, name = file.parent, file.stem
@@ -124,18 +160,28 @@ class Run:
         where: str = "config",
         world_size: int | None = None,
     ) -> Run:
-        """Make a run from the tables of a config as plain Python values, by the rules of a config file.
+        """Make a run of the tables of a config as plain Python values, by the same rules as a TOML file.
 
         Args:
-            tables: Tables of the config by name.
+            tables: Tables such as `{"run": {...}, "sources": [{...}]}`.
             folder: Folder that relative paths start from. If you pass one, loaders record plans in it under `name`;
                 otherwise paths start from the current folder and nothing is recorded.
             name: Name of the run in records.
-            where: Beginning of error messages.
-            world_size: Number of ranks, for tables of KempnerForge or torchtitan.
+            where: Name of the config in errors.
+            world_size: Number of ranks, for tables of KempnerForge and torchtitan.
+
+        Returns:
+            The run. Stores are opened when the plan is made, or at once with `epochs`.
 
         Raises:
-            ConfigError: A key is unknown, or a value is invalid.
+            ConfigError: A key or value is wrong.
+
+        Example:
+            >>> run = {"steps": 100, "global_batch_size": 8, "seq_len": 128}
+            >>> sources = [{"name": "web", "store": "stores/web"}]
+            >>> Run.from_tables({"run": run, "sources": sources})
+            <Run 'run': 100 steps, sources web
+             main, from step 0: web 1>
         """
         check_instance(where, tables, Mapping, "write {...}, or open a file with Run.from_toml")
         records_plans = folder is not None
@@ -196,8 +242,9 @@ class Run:
             ConfigError: A value is invalid, or two of them contradict each other.
             StoreError: A store cannot be opened.
 
-        >>> Run.build("stores/web", seq_len=2048, global_batch_size=64, steps=1000).config.source_names
-        ('web',)
+        Example:
+            >>> Run.build("stores/web", seq_len=2048, global_batch_size=64, steps=1000).config.source_names
+            ('web',)
         """
         from tokenmill.run.starter import source_tables
 
@@ -219,7 +266,13 @@ class Run:
         return cls.from_tables({"run": run, "sources": sources}, folder=folder, name=name, where="Run.build")
 
     def to_toml(self, path: str | os.PathLike[str]) -> Path:
-        """Write the config as native TOML, and return its path; relative paths lead to the same files from there.
+        """Write the config as native TOML. Relative paths are changed so that they lead to the same files.
+
+        Args:
+            path: File to write.
+
+        Returns:
+            The path of the file.
 
         Raises:
             ConfigError: A file of that name exists. Nothing is overwritten.
@@ -258,7 +311,12 @@ class Run:
         return Evals({config.name: Eval(self, config) for config in self.config.evals})
 
     def plan(self) -> Plan:
-        """Compile and check the plan, once; no token is read."""
+        """Return the compiled plan. No token is read.
+
+        Raises:
+            ConfigError: The stores do not fit the config, or each other.
+            StoreError: A store cannot be opened.
+        """
         return self._compiled[0]
 
     @property
@@ -275,7 +333,20 @@ class Run:
         return plan, perf_counter() - began
 
     def what(self, step: int) -> tuple[BatchRow, ...]:
-        """Return the rows of the global batch of a step; their spans have `text`, `origin` and `fields`."""
+        """Return the rows of the global batch of a step. Their spans have `text`, `origin` and `fields`.
+
+        Args:
+            step: Step of the run, from 0.
+
+        Raises:
+            PlanError: The run has no such step, or skips it.
+
+        Example:
+            >>> import tokenmill as tm
+            >>> row = tm.Run.from_toml("run.toml").what(5)[4]
+            >>> row.spans[0].document, str(row.spans[0].origin)
+            (0, 'prose.jsonl:1')
+        """
         from tokenmill.run.uses import with_texts
 
         return with_texts(self, self.plan().what(step))
@@ -322,7 +393,12 @@ class Run:
         )
 
     def report(self) -> RunReport:
-        """Report what the run will do, before its first step: all that `tokenmill plan` shows. No token is read."""
+        """Return what the run will do, before its first step: all that `tokenmill plan` shows. No token is read.
+
+        Raises:
+            ConfigError: The stores do not fit the config, or each other.
+            StoreError: A store cannot be opened.
+        """
         from tokenmill.run.report import report_run
 
         return report_run(self)
@@ -340,10 +416,25 @@ class Run:
     def diff(
         self, other: Run, *, limit_rows: int = LIMIT_ROWS, progress: Callable[[int], None] | None = None
     ) -> Difference:
-        """Compare with another run: the first step whose batches differ, why, and how many rows do from there on.
+        """Find the first step whose batches differ from those of another run, and why.
 
-        At most `limit_rows` rows are computed to find it, and as many after it; `progress` is called with how many
-        were.
+        Args:
+            other: Run to compare with.
+            limit_rows: Maximum number of rows to compute before the first difference, and after it.
+            progress: Function that is called with the number of rows that were computed.
+
+        Returns:
+            The first differing step, its cause, the changed keys, and the number of rows that differ.
+
+        Raises:
+            ConfigError: `other` is not a run.
+
+        Example:
+            >>> import tokenmill as tm
+            >>> run = tm.Run.from_toml("run.toml")
+            >>> longer = tm.Run.build("stores/demo", seq_len=128, global_batch_size=8, steps=200)
+            >>> run.diff(longer).first_step
+            132
         """
         from tokenmill.run.compare import compare
 
@@ -381,11 +472,26 @@ class Run:
         name: str | None = None,
         weights: Mapping[str, float] | None = None,
     ) -> Fork:
-        """Write the config `to` of a run that shares all batches before step `at`, and the state to go on from.
+        """Write the config of a new run that shares all batches before a step, and the state to resume from.
 
-        A stage begins there, named `name`: a copy of the one that is running, with the given weights, if any. Where
-        one begins there already, it is taken as it is. Nothing is written unless all batches before are proven to
-        be the same, and no file is overwritten.
+        Args:
+            at: First step of the new run that may differ.
+            to: Config to write. The state is written next to it. No file is overwritten.
+            name: Name of the new stage, by default `fork`. If a stage begins at that step already, it is used.
+            weights: Weights of the new stage; by default those of the stage that it continues.
+
+        Returns:
+            Paths of the config and the state, and fingerprints of both plans.
+
+        Raises:
+            ConfigError: A file exists, or batches before the step would differ. Nothing is written.
+            PlanError: The run has no such step.
+
+        Example:
+            >>> import tokenmill as tm
+            >>> forked = tm.Run.from_toml("run.toml").fork(at=66, to="ablation.toml")
+            >>> forked.config.name, forked.step
+            ('ablation.toml', 66)
         """
         from tokenmill.run.fork import fork
 
@@ -405,25 +511,34 @@ class Run:
         pad_to: str | None = None,
         timeout: float = 30.0,
     ) -> Loader:
-        """Return the loader of one rank. `threads` and `prefetch` never change the content of a batch.
+        """Return the loader of one rank. Environment variables of launchers are not read.
 
-        For a run with a folder, the loader of the first rank records a new plan in `.tokenmill` there.
+        For a run with a folder, the loader of rank 0 records a new plan in `.tokenmill` there.
 
         Args:
-            rank: Data-parallel rank, 0 by default. It is not read from the environment.
+            rank: Data-parallel rank, 0 by default.
             world_size: Number of data-parallel ranks, 1 by default.
-            micro_batch: Rows per batch.
-            layout: Place among data-, context-, tensor- and pipeline-parallel ranks, instead of `rank`.
-            threads: Threads that assemble batches, or read and tokenize live text; 0 for none.
-            prefetch: Micro-batches that are kept ready.
-            arrays: Arrays of a batch; those of the config by default.
-            columns: Kept fields of records (`prepare --keep`) to deliver with the arrays.
-            pad_to: "row" or "batch"; that of the config by default.
+            micro_batch: Rows per micro-batch.
+            layout: Place in all parallel groups, instead of rank and world size.
+            threads: Threads that prefetch batches; 0 assembles each batch when it is asked for.
+            prefetch: Micro-batches to prefetch. Like `threads`, it does not change what a batch holds.
+            arrays: Arrays of a batch, by default those of the config.
+            columns: Kept fields of pairs, groups or prompts to deliver with each batch.
+            pad_to: "row" or "batch", by default that of the config.
             timeout: Seconds without progress after which a thread that reads live text is given up.
 
+        Returns:
+            The loader, at step 0.
+
         Raises:
-            ConfigError: A value is invalid, or does not fit the run.
+            ConfigError: The batch does not divide by the ranks, or an argument is wrong.
             StoreError: A store cannot be opened.
+
+        Example:
+            >>> import tokenmill as tm
+            >>> loader = tm.Run.from_toml("run.toml").loader(rank=1, world_size=2, micro_batch=4)
+            >>> loader[131]["labels"].shape
+            (4, 128)
         """
         from tokenmill.loader import LoaderOptions
         from tokenmill.loader.layout import find_layout

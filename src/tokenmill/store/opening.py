@@ -36,13 +36,32 @@ def open_store(  # noqa: PLR0913 - what files of others do not say of themselves
     remote: RemoteOptions | Network | None = None,
     verify_pages: bool = False,
 ) -> Store:
-    """Open the store at `path` by reading its manifest, or files of another project in place.
+    """Open a store, or third-party token files in place. Of a store, only the manifest is read.
 
-    A list, or a glob that stands for stores of ours alone, is opened as one store: their documents in that order.
-    `maps` is shared by the stores of a run, and so is `remote`, which says how an address such as `s3://bucket/web`
-    is read. With `verify_pages` every page of a store on disk is proven by its checksum when it is read.
-    The rest is for foreign files, which may be named as a file, a folder, a glob or a prefix, and say less than
-    they should: see `ForeignOptions`. For a store of ours it must not contradict the manifest.
+    Args:
+        path: Folder or address of a store, such as `s3://bucket/web`. A list, or a glob of stores, is opened as one
+            store with all their documents in that order. Token files may be a file, folder, glob or prefix.
+        maps: Cache of open files, to share it with other stores.
+        dtype: Type of the ids of token files, such as `uint16`, if the files do not record it.
+        vocab_size: Vocabulary size of token files, if the files do not record it.
+        eos_id: Id that ends each document of token files.
+        bos_id: Id that starts each document of token files.
+        format: Format of token files; detected by default.
+        remote: How an address is read: cache, retries and limits.
+        verify_pages: Verify every page of a store on disk when it is read. It needs page checksums.
+
+    Returns:
+        The open store.
+
+    Raises:
+        StoreMissingError: There is no store or token file at the path.
+        StoreError: The store cannot be read, or an argument contradicts its manifest.
+        ConfigError: An argument is wrong.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> tm.open_store("stores/demo")
+        <Store stores/demo: seq, 324 documents, 134,693 tokens, 1 shards, sequence uint16>
     """
     items = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
     places = [place for item in items for place in _places(item)]

@@ -40,10 +40,26 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Store(Records):
-    """An open store: the manifest in memory, everything else read when asked for.
+    """An open store: token ids and masks of documents. `open_store` opens one.
 
-    Opening costs one small file whatever the number of shards, and memory grows with shards, never
-    with documents. All reads return fresh arrays, so no map is kept open by a caller.
+    Opening reads the manifest only. Memory grows with the number of shards, not with documents. All reads return
+    new arrays.
+
+    `len(store)` is the number of documents or records. `store[i]` is one of them, with `ids`, `text`, `origin` and
+    `fields`; `store[a:b]` is a lazy slice.
+
+    Args: those of `open_store`.
+
+    Raises:
+        StoreError: A file is missing or damaged; raised when it is read.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> store = tm.open_store("stores/demo")
+        >>> len(store), store.num_tokens
+        (324, 134693)
+        >>> store[258].text[:17], str(store[258].origin)
+        ('<|bos|>Weather bo', 'prose.jsonl:259')
     """
 
     path: Path

@@ -77,15 +77,30 @@ def verify(
     remote: RemoteOptions | None = None,
     add_page_sums: bool = False,
 ) -> VerifyReport:
-    """Read every byte of a store: checksums, sizes, order of offsets, ids below the vocabulary size.
+    """Check every byte of a store: checksums, sizes, offsets, and ids below the vocabulary size.
 
-    Files of another project, for which `options` are, have no checksums; the report says what was checked of them.
+    Third-party token files have no checksums. The report describes the checks that were made instead. Memory does
+    not grow with the store.
 
-    With `add_page_sums`, checksums of pages are written next to every verified shard. Once all shards have
-    them, the manifest says so (`page_sums`). `remote` is for addresses of object storage.
+    Args:
+        path: Folder or address of the store, or third-party token files.
+        progress: Function that is called with the number of bytes that were read.
+        options: Facts that third-party token files do not record.
+        remote: How an address is read.
+        add_page_sums: Write page checksums next to every verified shard, for `verify_pages` and `upload`.
 
-    Raises the StoreError of what is wrong, with the file's name; where several things are, it has a line for each.
-    Memory does not grow with the store.
+    Returns:
+        Counts of files, bytes, documents and tokens, and the fingerprint.
+
+    Raises:
+        StoreMissingError: There is no store at the path.
+        StoreError: Something is wrong. The message names the file; with several problems it has one line for each.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> report = tm.verify("stores/demo")
+        >>> report.documents, report.checked
+        (324, 'checksums, offsets and ids are right')
     """
     check_callable("progress", progress)
     if options is not None:

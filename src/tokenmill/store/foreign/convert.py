@@ -58,10 +58,31 @@ def import_store(
     max_tokens_per_shard: int = MAX_TOKENS_PER_SHARD,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> ImportReport:
-    """Convert foreign files to a store of ours, read it back and compare; nothing stays if it differs.
+    """Convert third-party token files to a store, read it back, and compare. If it differs, nothing is kept.
 
-    What cannot be mapped in place can be converted. `tokenizer` is the identity of the one that made the ids: the
-    store can then be mixed with others of that tokenizer.
+    Args:
+        path: A file, folder or glob, or the prefix of a Megatron dataset.
+        out: Folder of the store to write.
+        options: Facts that the files do not record.
+        tokenizer: Identity of the tokenizer that made the ids, `tm.open_tokenizer(...).identity.to_json()`. The
+            store can then be mixed with other stores of that tokenizer.
+        rebuild: Replace a finished store at `out`.
+        max_tokens_per_shard: Maximum number of tokens per shard.
+        progress: Function that is called with the name of a step, the finished amount and the whole amount.
+
+    Returns:
+        Numbers of documents and tokens, and the fingerprint of the store.
+
+    Raises:
+        StoreError: The files cannot be read, or their format or type of ids is unknown.
+        StoreExistsError: There is a finished store at `out`.
+        ConfigError: An argument is wrong.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> written = tm.export_store("stores/demo", out="export/megatron", format="megatron")
+        >>> tm.import_store("export/megatron", out="stores/again").documents
+        324
     """
     source, out = Path(path_of("path", path)), path_of("out", out)
     check_types(

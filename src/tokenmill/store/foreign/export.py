@@ -95,10 +95,28 @@ def export_store(
     options: ForeignOptions | None = None,
     progress: Progress = lambda _what, _done, _total: None,
 ) -> ExportReport:
-    """Write the store at `path` to the new folder `out` in a format of `EXPORTS`, read it back, and compare.
+    """Write a store in a third-party format, read the files back, and compare.
 
-    `options` are for files of other projects, which may be exported as well. `drop_masks` gives up arrays that the
-    format has no place for, which is refused else.
+    Args:
+        path: Folder of the store, or third-party token files.
+        out: New or empty folder.
+        format: `megatron`, `nanoset`, `npy`, `astrai-bin`, `astrai-h5` or `hf`.
+        drop_masks: Leave out arrays that the format cannot hold. Without it they are an error.
+        options: Facts that third-party token files do not record.
+        progress: Function that is called with the name of a step, the finished amount and the whole amount.
+
+    Returns:
+        Numbers of documents, tokens and files, and the readers that the files were compared with.
+
+    Raises:
+        ConfigError: The format is unknown, or an argument is wrong.
+        StoreExistsError: `out` has files.
+        StoreError: The format cannot hold the store, or the files differ from it. Nothing is kept.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> tm.export_store("stores/demo", out="export/npy", format="npy").tokens
+        134693
     """
     check_option("format", format, EXPORTS)
     check_types(drop_masks=(drop_masks, bool))

@@ -92,9 +92,21 @@ class ForeignOptions:
 
 
 def detect_format(path: str | os.PathLike[str]) -> str:
-    """Name the format of what is at a path: a file, folder, glob, or the prefix of a Megatron dataset.
+    """Return the name of the format of a store or of token files. Only the first bytes of files are read.
 
-    Reads the first bytes of files at most. What is not known is an error that lists what is there.
+    Args:
+        path: A file, folder or glob, or the prefix of a Megatron dataset.
+
+    Returns:
+        `tokenmill`, or a format that `open_store` and `import_store` take.
+
+    Raises:
+        StoreError: Nothing is there, or the format is unknown. The message lists the files.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> tm.detect_format("stores/demo")
+        'tokenmill'
     """
     place = Path(path_of("path", path))
     return "tokenmill" if is_ours(place) else find_files(place)[0]

@@ -52,13 +52,31 @@ def upload(
     options: RemoteOptions | None = None,
     progress: Progress = lambda _done, _all: None,
 ) -> UploadReport:
-    """Copy a finished store of ours to an address such as `s3://bucket/path`.
+    """Copy a finished store to object storage. Call it again to resume an interrupted upload.
 
-    A store without page sums, by which readers verify every page, gets them first. The uploaded manifest says that
-    there are page sums. If the one at the address does not say it yet, it is replaced.
+    A store without page checksums gets them first, because readers verify every page. Each file is verified before
+    it is sent, and read back and verified after that. The manifest is sent last.
 
-    Each file is proven by its checksum before it is sent, and read back and proven after that. Another store at
-    the address is never overwritten: StoreExistsError.
+    Args:
+        store: Folder of the store.
+        address: `s3://bucket/path`, `gs://`, `az://` or `file:///folder`.
+        options: Retries and limits of requests.
+        progress: Function that is called with the bytes that were handled, and all bytes.
+
+    Returns:
+        Numbers of files and bytes, and how many of them were sent now.
+
+    Raises:
+        ConfigError: The address is wrong.
+        StoreExistsError: There is another store at the address. It is not overwritten.
+        StoreError: The store is damaged, or object storage cannot be reached.
+
+    Example:
+        >>> import tokenmill as tm
+        >>> from pathlib import Path
+        >>> report = tm.upload("stores/demo", f"file://{Path.cwd()}/remote/demo")
+        >>> report.files == report.sent_files
+        True
     """
     path = Path(path_of("store", store))
     check_callable("progress", progress)
