@@ -281,7 +281,7 @@ def test_a_whole_source_of_live_text_may_be_put_aside(make_run, open_loaders):
     told, _ = draw(open_loaders(edited, 2))
     assert {step: told[step] for step in range(12)} == whole
     assert {int(source) for batch in list(open_loaders(edited)[0])[-64:] for source in batch["source"]} == {1}
-    with pytest.raises(ConfigError, match=r"got all of \['web'\] in quarantine"):
+    with pytest.raises(ConfigError, match=r"all of \['web'\] are quarantined"):
         make_run("all", rest=aside).plan()
 
 

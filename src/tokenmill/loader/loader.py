@@ -8,7 +8,7 @@ import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import accumulate
 from time import monotonic
@@ -660,46 +660,31 @@ class _Batches(Iterator[Batch]):
             self._stream = ({} for _ in range(len(self._loader) - self._loader.num_drawn))
             return
         threads = self._loader.options.threads
-        # Rows are drawn when they are delivered; threads work ahead where the time goes, at reading and tokenizing.
+        # Live rows are drawn when they are delivered; their threads read and tokenize ahead.
         if not threads or self._loader.lanes:
-            self._stream = _inline(self._loader)
+            self._stream = _assemble(self._loader, _Inline(), ahead=1)
             return
         executor = ThreadPoolExecutor(threads, thread_name_prefix="tokenmill")
         self._stop = weakref.finalize(self, executor.shutdown, wait=False, cancel_futures=True)
-        self._stream = _ahead(self._loader, executor)
+        self._stream = _assemble(self._loader, executor, ahead=self._loader.options.prefetch)
 
 
-def _inline(loader: Loader) -> Iterator[Batch]:
-    """Assemble each batch when it is asked for."""
-    begun: list[Block] = []
-    is_local, finishes = loader.network is None, loader._finishes
+class _Inline(Executor):
+    """Executor that runs each call at once, in the thread that submits it."""
 
-    def begin(stage: Stage, first: int, count: int) -> Block:
-        begun.append(loader._block(stage, first, count, ahead=bool(begun)))
-        return begun[-1]
-
-    try:
-        for block, count in loader._begun(begin):
-            pool, batch = loader._pool(block), block.batch
-            if loader._drawn:
-                batch = partial(loader._drawn.batch, block)
-            for number in range(count):
-                out = pool.batch()
-                ready = batch(number, out) if is_local else loader._wait(block, partial(batch, number, out))
-                yield loader._finished(block, number, ready) if finishes else ready
-                del out, ready  # or the next batch would need other memory, as this frame held on to it
-            begun[0].finish()
-            del begun[0]
-    finally:
-        for block in begun:
-            block.release()
-    loader.close()
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:  # noqa: ANN401
+        future: Future[T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
 
 
-def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
-    """Assemble batches in threads, a bounded number of them, and hand them out in order."""
-    # A few batches a task, so that handing over costs little; at least two tasks a thread, so that none idles.
-    size = max(1, loader.options.prefetch // (2 * loader.options.threads))
+def _assemble(loader: Loader, executor: Executor, ahead: int) -> Iterator[Batch]:
+    """Assemble batches in the threads of an executor, up to `ahead` of them, and yield them in order."""
+    # A task has a few batches, so that handing over costs little; each thread has two tasks, so that none idles.
+    size = max(1, ahead // max(2, 2 * loader.options.threads))
     waiting: deque[tuple[Future[Block], Future[list[Batch]], bool]] = deque()
     forks = _forks
     begun: deque[Future[Block]] = deque()
@@ -711,7 +696,11 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
     def copy(block: Future[Block], begin: int, end: int) -> list[Batch]:
         rows = block.result()
         pool = loader._pool(rows)
-        batches = [rows.batch(number, pool.batch()) for number in range(begin, end)]
+        fill = partial(loader._drawn.batch, rows) if loader._drawn else rows.batch
+        if isinstance(executor, _Inline):
+            batches = [loader._wait(rows, partial(fill, number, pool.batch())) for number in range(begin, end)]
+        else:
+            batches = [fill(number, pool.batch()) for number in range(begin, end)]
         if not loader._finishes:
             return batches
         return [loader._finished(rows, number, batch) for number, batch in enumerate(batches, begin)]
@@ -729,7 +718,7 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
             for first in range(0, count, size):
                 end = min(first + size, count)
                 waiting.append((block, executor.submit(copy, block, first, end), end == count))
-                if len(waiting) * size >= loader.options.prefetch:
+                if len(waiting) * size >= ahead:
                     yield from take()
         while waiting:
             yield from take()
@@ -741,3 +730,4 @@ def _ahead(loader: Loader, executor: ThreadPoolExecutor) -> Iterator[Batch]:
             for block in begun:
                 if not block.cancelled() and block.exception() is None:
                     block.result().release()
+    loader.close()
