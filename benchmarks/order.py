@@ -39,9 +39,7 @@ class Rows:
     segment_multiple: int = 1
     cross_document_labels: bool = False
 
-    @property
-    def counted(self):
-        return self
+    has_epochs = True
 
     def window_starts(self, *, rest):
         return None

@@ -59,7 +59,7 @@ def measure(folder: Path) -> list[dict[str, object]]:
                 "window_blocks": 32,
             }
             tables = {"run": run, "sources": [{"name": "web", "store": "web"}]}
-            rows = Run(config=parse_config(tables), folder=folder).plan().stages[0].counted("web").num_rows
+            rows = Run(config=parse_config(tables), folder=folder).plan().stages[0].rows["web"].num_rows
             run["steps"] = rows // BATCH
             opened = Run(config=parse_config(tables), folder=folder)
             for nodes in (1, 8):

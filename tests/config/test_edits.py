@@ -52,7 +52,7 @@ def labels(run, name):
         slots = np.arange(stage.spec.global_batch_size)
         sources, rows = rows_at(stage, np.full_like(slots, step), slots)
         own = rows[sources == plan.sources.index(name)]
-        spans = stage.counted(name).spans(own) if own.size else None
+        spans = stage.rows[name].spans(own) if own.size else None
         for row in range(own.size):
             for span in spans.row(row):
                 tokens = slice(*(offsets[span.document] + span.start + np.array([1, span.length])))

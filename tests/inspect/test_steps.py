@@ -120,7 +120,7 @@ def test_what_is_not_there_is_named(tmp_path, slot, strip):
 def test_rows_are_measured_by_stage_and_source(tmp_path):
     run = make_run(tmp_path, texts())
     (packed,) = inspect_packing(run)
-    index = run.plan().stages[0].counted("web")
+    index = run.plan().stages[0].rows["web"]
     spans = index.spans(np.arange(index.num_rows))
     assert (packed.rows, packed.sampled, sum(packed.fill)) == (index.num_rows,) * 3
     assert sum(packed.lengths.values()) == spans.length.size

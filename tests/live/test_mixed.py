@@ -322,12 +322,12 @@ def test_what_is_not_known_beforehand_is_refused_with_the_way_out(make_run, open
     loader.seek(0)
     with pytest.raises(
         PlanError,
-        match="'web': which documents a row holds must be known before it is read, got rows",
+        match=r"is live text: the documents of a row are known only after it is read; remove live = true",
     ):
         run.plan().what(0)
     with pytest.raises(
         PlanError,
-        match="'web': which documents a row holds must be known before it is read, got rows",
+        match=r"is live text: the documents of a row are known only after it is read; remove live = true",
     ):
         run.plan().when("web", 0)
     with pytest.raises(ConfigError, match=r"num_loss_tokens needs the rows of all ranks, .*; sum the labels"):

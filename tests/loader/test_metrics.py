@@ -181,7 +181,7 @@ def test_epochs_count_what_was_read_and_shares_are_those_of_the_step(make_run):
             loader.seek(step)
             metrics = loader.metrics()
             assert {name: metrics[f"data/epochs/{name}"] for name in NAMES} == {
-                name: drawn[name] / stage.rows[name].counted.num_rows if drawn[name] else 0.0 for name in NAMES
+                name: drawn[name] / stage.rows[name].num_rows if drawn[name] else 0.0 for name in NAMES
             }
             assert {name: metrics[f"data/share/{name}"] for name in NAMES} == {"code": 0.0, **stage.shares(step)}
         drawn.update(names)

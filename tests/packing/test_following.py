@@ -171,13 +171,13 @@ def test_the_report_counts_trained_tokens_and_padding(make_store, tmp_path):
 def test_a_source_must_keep_its_store(make_store):
     from tokenmill.packing import Policy, pack_rows
     from tokenmill.plan import Shuffle
-    from tokenmill.plan.stages import Seen
+    from tokenmill.plan.rows import EpochProgress
     from tokenmill.store import open_store
 
     one, _, _ = make_store("one", LENGTHS, seed=1)
     other, _, _ = make_store("other", LENGTHS, seed=2)
     rows = [pack_rows(open_store(path), seq_len=8, policy=Policy()) for path in (one, other)]
-    seen = Seen(rest=False, size=rows[0].num_rows, drawn=3, key=1, shuffle=Shuffle())
+    seen = EpochProgress(rest=False, size=rows[0].num_rows, drawn=3, key=1, shuffle=Shuffle())
     with pytest.raises(ConfigError, match="a source must keep its store from stage to stage"):
         rows[1].following(rows[0], seen)
 

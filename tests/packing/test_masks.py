@@ -11,7 +11,7 @@ from tokenmill.config.run import parse_config
 from tokenmill.loader import IGNORE
 from tokenmill.packing import ConcatRows, Policy, pack_rows
 from tokenmill.plan.report import report
-from tokenmill.plan.stages import NOTHING
+from tokenmill.plan.rows import NOTHING
 from tokenmill.run.run import Run
 from tokenmill.store import open_store
 

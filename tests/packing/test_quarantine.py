@@ -16,7 +16,7 @@ from tokenmill.errors import ConfigError, PlanError
 from tokenmill.packing import ConcatRows, Policy, RecordRows, pack_rows
 from tokenmill.plan import StageSpec, compile_plan
 from tokenmill.plan.order import Shuffle
-from tokenmill.plan.stages import NOTHING, Seen
+from tokenmill.plan.rows import NOTHING, EpochProgress
 from tokenmill.store import open_store
 from tokenmill.store.maps import MapCache
 
@@ -190,7 +190,7 @@ def test_a_store_without_a_document_left_has_no_rows(make_store, policy):
     with pytest.raises(PlanError, match="rows must lie within 0:0"):
         rows.spans(np.zeros(1, np.int64))
     before = rows_of_store(store, policy, 8)
-    seen = Seen(rest=False, size=before.num_rows, drawn=1, key=3, shuffle=Shuffle())
+    seen = EpochProgress(rest=False, size=before.num_rows, drawn=1, key=3, shuffle=Shuffle())
     assert rows.following(before, seen) is rows
 
 
@@ -314,7 +314,7 @@ def tokens_of(documents, offsets):
 def draw(rows, share, key, mode):
     """Draw a share of the rest of an epoch, or of an epoch: what was seen, the rows of it, those that are left."""
     size = rows.num_rest or rows.num_rows
-    seen = Seen(
+    seen = EpochProgress(
         rest=rows.num_rest > 0, size=size, drawn=1 + int(share * (size - 1)), key=key, shuffle=Shuffle(mode=mode)
     )
     numbers = np.arange(size)
@@ -492,7 +492,7 @@ def test_descriptions_tell_apart_after_what_the_rest_is_left(make_store, policy,
     followings = []
     for before in (first, second):
         for drawn in (5, 6):
-            seen = Seen(rest=False, size=before.num_rows, drawn=drawn, key=1, shuffle=Shuffle())
+            seen = EpochProgress(rest=False, size=before.num_rows, drawn=drawn, key=1, shuffle=Shuffle())
             fewer = (rows_of_store(store, policy, 8, out) for out in ([1, 40], [1, 41]))
             followings += [rows.following(before, seen) for rows in fewer]
     described = [msgspec.json.encode(dict(rows.description), order="sorted") for rows in followings]

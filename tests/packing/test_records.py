@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tokenmill.errors import ConfigError
 from tokenmill.packing import Policy, RecordRows
-from tokenmill.packing.rows import TakenRows
+from tokenmill.packing.joined import take_rows
 from tokenmill.plan.order import Shuffle
-from tokenmill.plan.stages import NOTHING, Held, Seen
+from tokenmill.plan.rows import NOTHING, EpochProgress, TokenCounts
 from tokenmill.store import StoreSpec, StoreWriter, open_store
 
 CUT_END, CUT_START = (Policy(name="padded", split=split) for split in ("truncate_end", "truncate_start"))
@@ -88,7 +88,7 @@ def test_rows_hold_the_tokens_of_all_arrays_cut_to_the_length(groups):
         (1, 0),
         (4 + 1 + 1 + 4, 1 + 1 + 4),
     ]
-    assert rows.held(np.array([5, 0, 5])) == Held(tokens=10 + 7 + 10, trained=6 + 4 + 6)
+    assert rows.held(np.array([5, 0, 5])) == TokenCounts(tokens=10 + 7 + 10, trained=6 + 4 + 6)
     assert rows.held(np.empty(0, np.int64)) == NOTHING
     assert rows.fates().trained == sum(held.trained for held in by_record)
 
@@ -98,7 +98,7 @@ def test_the_rest_is_what_was_not_drawn_also_of_a_rest(groups, drawn, key, mode)
     """[M1.c] And its rows stand behind those of an epoch."""
     shuffle = Shuffle(mode=mode)
     first, second, third = (RecordRows(store=groups, seq_len=n, policy=CUT_END) for n in (4, 5, 6))
-    seen = Seen(rest=False, size=6, drawn=drawn, key=key, shuffle=shuffle)
+    seen = EpochProgress(rest=False, size=6, drawn=drawn, key=key, shuffle=shuffle)
     left = [record for record in range(6) if seen.unseen(np.array([record]))[0]]
     followed = second.following(first, seen)
     assert followed.records(np.arange(6, 6 + followed.num_rest)).tolist() == left
@@ -109,7 +109,7 @@ def test_the_rest_is_what_was_not_drawn_also_of_a_rest(groups, drawn, key, mode)
         assert followed.rows_of(np.array([record]))[0].tolist() == wanted
     assert followed.epoch_description == second.description != followed.description
     if followed.num_rest > 1:
-        again = Seen(rest=True, size=followed.num_rest, drawn=1, key=key, shuffle=shuffle)
+        again = EpochProgress(rest=True, size=followed.num_rest, drawn=1, key=key, shuffle=shuffle)
         rest = third.following(followed, again)
         later = [left[i] for i in range(len(left)) if again.unseen(np.array([i]))[0]]
         assert rest.records(np.arange(6, 6 + rest.num_rest)).tolist() == later
@@ -128,7 +128,7 @@ def test_another_store_under_the_same_name_has_no_rest(groups, tmp_path, tokeniz
         writer.append(values, {axis: np.array([0, 1, 2]) for axis in ("prompts", "groups", "responses")})
         writer.commit()
     other = RecordRows(store=open_store(tmp_path / "other"), seq_len=4, policy=CUT_END)
-    seen = Seen(rest=False, size=6, drawn=2, key=0, shuffle=Shuffle())
+    seen = EpochProgress(rest=False, size=6, drawn=2, key=0, shuffle=Shuffle())
     with pytest.raises(ConfigError, match="a source must keep its store from stage to stage"):
         other.following(RecordRows(store=groups, seq_len=4, policy=CUT_END), seen)
 
@@ -163,7 +163,7 @@ def test_rows_that_an_eval_takes_are_found_by_documents_and_by_pages(groups, tak
     chosen = np.array([1, 3, 5])
     whole = RecordRows(store=groups, seq_len=4, policy=CUT_END)
     rows = replace(whole, chosen=chosen)
-    some = TakenRows(rows=rows, taken=taken, num_rows=4)
+    some = take_rows(rows, taken, 4)
     numbers = {record: number for number, record in enumerate(chosen[:taken].tolist())}
     assert {record: some.rows_of(np.array([record]))[0].tolist() for record in range(6)} == {
         record: [numbers[record]] if record in numbers else [] for record in range(6)

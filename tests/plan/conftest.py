@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tokenmill.plan import Shuffle, StageSpec, compile_plan
-from tokenmill.plan.stages import Held
+from tokenmill.plan.rows import TokenCounts
 from tokenmill.types import Fates, Spans
 
 
@@ -21,16 +21,14 @@ class NumberedRows:
     windows: tuple[int, ...] = ()
     """Rows of each packing window, where rows are packed."""
 
-    @property
-    def counted(self):
-        return self
+    has_epochs = True
 
     @property
     def row_slots(self):
         return self.seq_len
 
     def held(self, rows):
-        return Held(tokens=rows.size * self.seq_len, trained=rows.size * self.seq_len)
+        return TokenCounts(tokens=rows.size * self.seq_len, trained=rows.size * self.seq_len)
 
     @property
     def description(self):

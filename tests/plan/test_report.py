@@ -318,7 +318,7 @@ def test_the_rows_of_an_epoch_say_of_which_length_they_are(write, tmp_path):
     facts = {source.name: source for source in report(run.plan()).sources}
     assert {name: source.seq_len for name, source in facts.items()} == {"a": 20, "b": 16}
     first, second = run.plan().stages
-    assert facts["a"].rows == second.counted("a").num_rows != first.counted("a").num_rows
+    assert facts["a"].rows == second.rows["a"].num_rows != first.rows["a"].num_rows
     (table,) = [table for table in plan_tables(run.report()) if table.title == "Sources"]
     column = table.columns.index("at seq_len")
     assert table.columns[column - 1] == "rows per epoch"

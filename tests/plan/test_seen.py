@@ -106,7 +106,7 @@ def test_a_ramp_loses_and_repeats_no_row(make_run):
     run = make_run(global_batch_size=RAMP, weights={"web": 1})
     plan = run.plan()
     rows = [row for step in range(plan.steps) for row in plan.rows(step)[1].tolist()]
-    size = plan.stages[0].counted("web").num_rows
+    size = plan.stages[0].rows["web"].num_rows
     epochs = [sorted(rows[begin : begin + size]) for begin in range(0, len(rows) - size + 1, size)]
     assert epochs == [list(range(size))] * len(epochs)
 

@@ -16,7 +16,7 @@ def make_run(folder, packing, *, batch=64, epochs=None, steps=1, shuffle="full")
     run = {"steps": steps, "global_batch_size": batch, "seq_len": 63, "packing": packing, "window_blocks": 2}
     tables = {"run": run | {"shuffle": shuffle}, "sources": [{"name": "web", "store": "web"}]}
     if epochs is not None:
-        rows = Run(config=parse_config(tables), folder=folder).plan().stages[0].counted("web").num_rows
+        rows = Run(config=parse_config(tables), folder=folder).plan().stages[0].rows["web"].num_rows
         tables["run"]["steps"] = epochs * rows // batch
     return Run(config=parse_config(tables), folder=folder)
 
@@ -32,7 +32,7 @@ def test_requests_of_a_full_shuffle_are_the_ranges_that_its_rows_need(make_store
     make_store("web", LENGTHS[:5000], max_tokens_per_shard=10_000)
     run = make_run(tmp_path, packing, steps=4)
     reading = by_shuffle(report_reading(run, verify_pages=page > 1))["full"]
-    spans = run.plan().stages[0].counted("web").spans(run.plan().stages[0].order(0, 0).rows(np.arange(256)))
+    spans = run.plan().stages[0].rows["web"].spans(run.plan().stages[0].order(0, 0).rows(np.arange(256)))
     wanted = set()
     for shard, token, length in zip(spans.shard, spans.token, spans.length, strict=True):
         first, last = int(token) * 2 // page, (int(token + length) * 2 - 1) // page

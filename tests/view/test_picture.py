@@ -186,9 +186,9 @@ class AnyRows:
         return Fates(rows=self.num_rows, tokens=0, trained=0, masked=0, dropped={}, padding=0)
 
     def held(self, rows):
-        from tokenmill.plan.stages import Held
+        from tokenmill.plan.rows import TokenCounts
 
-        return Held(tokens=8 * rows.size, trained=8 * rows.size)
+        return TokenCounts(tokens=8 * rows.size, trained=8 * rows.size)
 
 
 def many(sources, stages, steps):

@@ -17,7 +17,7 @@ from tokenmill.loader import blocks, buffers
 from tokenmill.loader.balance import balance, group_edges, step_costs, waiting
 from tokenmill.loader.layout import Layout, RankSlice
 from tokenmill.packing import RecordRows
-from tokenmill.packing.rows import StoredRows
+from tokenmill.packing.stored import StoredRows, stored_rows
 from tokenmill.plan.stages import Stage
 from tokenmill.plan.uses import RowUse
 from tokenmill.run.run import Run
@@ -300,14 +300,14 @@ def _stored(run: Run, step: int) -> tuple[Stage, dict[int, StoredRows]]:
     """Return the stage of a step, and the rows of its sources that stand in stores."""
     plan = run.plan()
     stage = plan.trained_stage(step)
-    live = [name for name, rows in stage.rows.items() if not buffers.is_stored(rows)]
+    stored = stored_rows(stage)
+    live = sorted(stage.rows.keys() - stored.keys())
     if live:
         raise PlanError(
             f"step {step}: which rows it holds must be known before they are read, got live text of {live[0]!r}; "
             "leave out live = true, and the text is prepared once"
         )
-    rows_by_id = {plan.sources.index(name): rows for name, rows in stage.rows.items() if buffers.is_stored(rows)}
-    return stage, rows_by_id
+    return stage, {plan.sources.index(name): rows for name, rows in stored.items()}
 
 
 def _rows(run: Run, step: int, uses: Sequence[RowUse]) -> Iterator[StepRow]:
@@ -488,9 +488,8 @@ def inspect_packing(run: Run) -> tuple[SourcePacking, ...]:
     plan = run.plan()
     measured: dict[tuple[str, str], SourcePacking] = {}
     for part in plan.stages:
-        for name, rows in part.rows.items():
-            index = rows.counted
-            if index is None or not index.num_rows or (part.spec.name, name) in measured:
+        for name, index in stored_rows(part).items():
+            if not index.num_rows or (part.spec.name, name) in measured:
                 continue
             chosen = np.unique(np.linspace(0, index.num_rows - 1, SAMPLED_ROWS).astype(np.int64))
             spans = index.spans(chosen)

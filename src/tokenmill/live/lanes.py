@@ -24,7 +24,7 @@ from tokenmill.live.source import LiveSource, Windows
 from tokenmill.live.tokens import EMPTY, WindowRows, in_order, no_documents, pack_window, tokenize_window
 from tokenmill.loader.blocks import RowsInMemory
 from tokenmill.loader.buffers import pad_id
-from tokenmill.loader.drawn import Skipped, SkippedText
+from tokenmill.loader.drawn import LaneRows, Skipped, SkippedText
 from tokenmill.loader.kernels import SPAN_COLUMNS
 from tokenmill.loader.layout import Layout, RankSlice
 from tokenmill.loader.loader import Loader
@@ -488,27 +488,18 @@ class LiveLanes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveRows:
-    """What a plan knows of live text: when rows of it are drawn, not which."""
+class LiveRows(LaneRows):
+    """Live text as the rows of a source."""
 
     source: LiveSource
     lanes: int
     format: RowFormat
     cross_document_labels: bool = False
-    segment_multiple: int = 1
-    """Rows of live text have padding only at their ends."""
-    counted: None = None
-    """Nobody knows the rows of an epoch before they are read."""
 
     @property
-    def seq_len(self) -> int:
-        """How many tokens of a row are inputs."""
-        return self.format.seq_len
-
-    @property
-    def row_slots(self) -> int:
-        """How many input slots a row has."""
-        return self.format.seq_len
+    def where(self) -> str:
+        """First file of the text, for errors."""
+        return self.source.files[0].path
 
     @cached_property
     def description(self) -> Mapping[str, int | str | bool]:
@@ -521,11 +512,6 @@ class LiveRows:
             **self.source.options.in_format(self.format).describe(self.lanes),
             "cross_document_labels": self.cross_document_labels,
         }
-
-    @property
-    def epoch_description(self) -> Mapping[str, int | str | bool]:
-        """What decides the rows; what is left of a window the lanes know."""
-        return self.description
 
     @property
     def pad_id(self) -> int:

@@ -32,7 +32,7 @@ from tokenmill.packing.packers import DROP, FORBID, MAX_DOCUMENTS
 from tokenmill.packing.rows import unseen
 from tokenmill.plan.order import Shuffle
 from tokenmill.plan.permute import permute_all
-from tokenmill.plan.stages import Seen
+from tokenmill.plan.rows import EpochProgress
 from tokenmill.types import NO_DOCUMENTS, Encoded, Fates, Int64Array, Spans, UnsignedArray
 
 BROKEN = "broken"
@@ -313,7 +313,7 @@ def _pack(
 
 def _pack_rest(
     packed: _Packed,
-    seen: Seen,
+    seen: EpochProgress,
     options: LiveOptions,
     tokenized: Tokenized,
     kept: Int64Array,
@@ -330,10 +330,10 @@ def _pack_rest(
     return _pack(packed.store, fragments, options, str(tokenized.window), excluded)
 
 
-def _seen(packed: _Packed, tokenized: Tokenized, options: LiveOptions, drawn: int, turn: int) -> Seen:
+def _seen(packed: _Packed, tokenized: Tokenized, options: LiveOptions, drawn: int, turn: int) -> EpochProgress:
     """Return which rows of a window were drawn before its rows were made in another format."""
     _check_row(drawn, packed, tokenized)
-    return Seen(
+    return EpochProgress(
         rest=turn > 0,
         size=packed.index.num_rows,
         drawn=drawn,

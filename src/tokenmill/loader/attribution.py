@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from tokenmill.packing.rows import StoredRows
+from tokenmill.packing.stored import StoredRows
 from tokenmill.types import Int64Array, counted_from
 
 NO_DOCUMENT = -1

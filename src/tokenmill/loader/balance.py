@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenmill.compiled import int64, kernel, least
-from tokenmill.loader.buffers import is_stored
-from tokenmill.packing.rows import StoredRows
+from tokenmill.packing.stored import StoredRows, stored_rows
 from tokenmill.plan.stages import rows_at
 from tokenmill.types import BoolArray, Float64Array, Int64Array
 
@@ -75,7 +74,7 @@ def _add_squares(
 
 def step_costs(plan: Plan, step: int) -> Int64Array:
     """Return the cost of each row of a step of stored rows, by slot; only lengths are read."""
-    stored = {plan.sources.index(name): rows for name, rows in plan.stage(step).rows.items() if is_stored(rows)}
+    stored = {plan.sources.index(name): rows for name, rows in stored_rows(plan.stage(step)).items()}
     return _costs(stored, *plan.rows(step))
 
 

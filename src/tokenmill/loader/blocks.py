@@ -28,7 +28,7 @@ from tokenmill.loader.buffers import (
 )
 from tokenmill.loader.fetch import Fetches, FetchOptions, Piece, write_addresses
 from tokenmill.loader.layout import Layout
-from tokenmill.packing.rows import StoredRows
+from tokenmill.packing.stored import StoredRows
 from tokenmill.plan.stages import rows_at
 from tokenmill.store.layout import key_file
 from tokenmill.store.ranges import RangeRequest

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenmill.packing.rows import StoredRows
-from tokenmill.plan.stages import Rows
+from tokenmill.packing.stored import stored_rows
 from tokenmill.types import RECORD_TYPES, AnyArray, Batch, Int64Array, token_arrays
 
 if TYPE_CHECKING:
@@ -64,14 +63,9 @@ def record_shapes(kind: str, arrays: Sequence[str], shape: tuple[int, int, int])
     return {name: kinds[name] for name in arrays}
 
 
-def is_stored(rows: Rows) -> TypeGuard[StoredRows]:
-    """Say whether rows stand in a store: of those that a loader reads, all that are counted do."""
-    return rows.counted is not None
-
-
 def record_type(stage: Stage) -> str | None:
     """Return the training type of a stage whose rows are records; None where they are sequences."""
-    kinds = {rows.store.manifest.kind for rows in stage.rows.values() if is_stored(rows)}
+    kinds = {rows.store.manifest.kind for rows in stored_rows(stage).values()}
     return next((kind for kind in kinds if kind in RECORD_TYPES), None)
 
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import gcd
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from tokenmill.errors import ConfigError, ResumeError
+from tokenmill.errors import ConfigError, PlanError, ResumeError
 from tokenmill.loader.blocks import Block, RowsInMemory
 from tokenmill.loader.state import EDITED, LanePosition, LiveState, Position, RowFormat, live_json
-from tokenmill.plan.stages import Rows, rows_at
-from tokenmill.types import Batch, Int64Array
+from tokenmill.plan.rows import ENDLESS, EpochProgress, Rows, TokenCounts
+from tokenmill.plan.stages import rows_at
+from tokenmill.types import AnyArray, Batch, Fates, Int64Array, Spans
 
 if TYPE_CHECKING:
     from tokenmill.loader.layout import RankSlice
     from tokenmill.loader.options import LoaderOptions
     from tokenmill.plan.plan import Plan
     from tokenmill.plan.stages import Stage
+
+    class _PlanRows(Rows, ABC):
+        """Rows of a plan."""
+else:
+    _PlanRows = ABC  # a property of a protocol would be the default of a field of its name
 
 _SOME_STEPS = 256
 """Skipped steps whose rows are passed over at a time."""
@@ -81,28 +88,110 @@ class Lanes(Protocol):
         """Stop all threads and let go of all memory; the next draw starts them again."""
 
 
-class LaneRows(Rows, Protocol):
-    """Rows of a plan that are given by lanes."""
+class LaneRows(_PlanRows):
+    """Rows of live text: lanes deliver them in order, and their documents have no numbers."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def lanes(self) -> int:
+            """Number of lanes of the source, over all ranks."""
+
+        @property
+        def format(self) -> RowFormat:
+            """Sequence length and packing of the rows."""
 
     @property
-    def lanes(self) -> int:
-        """How many lanes the source has, over all ranks."""
-
-    @property
-    def format(self) -> RowFormat:
-        """How its rows are made."""
-
-    @property
+    @abstractmethod
     def pad_id(self) -> int:
         """The id that fills rows."""
 
+    @property
+    @abstractmethod
+    def where(self) -> str:
+        """Name of the text in errors."""
+
+    @property
+    def seq_len(self) -> int:
+        """Number of input tokens of a row."""
+        return self.format.seq_len
+
+    @property
+    def row_slots(self) -> int:
+        """Number of input slots of a row."""
+        return self.format.seq_len
+
+    @property
+    def segment_multiple(self) -> int:
+        """One: rows of live text have padding only at their ends."""
+        return 1
+
+    @property
+    def epoch_description(self) -> Mapping[str, int | str | bool]:
+        """Description of the rows; the lanes keep what is left of a window."""
+        return self.description
+
+    @property
+    def has_epochs(self) -> bool:
+        """False: rows are known when they are read."""
+        return False
+
+    @property
+    def num_rows(self) -> int:
+        """More rows than a run can read."""
+        return ENDLESS
+
+    @property
+    def num_rest(self) -> int:
+        """Zero: no row comes before the first epoch."""
+        return 0
+
+    @property
+    def index_arrays(self) -> Sequence[tuple[AnyArray, bool]]:
+        """None: no index is kept."""
+        return ()
+
+    def window_starts(self, *, rest: bool) -> Int64Array | None:  # noqa: ARG002 - as all rows have it
+        """Return None: rows have no order of their own."""
+        return None
+
+    def following(self, previous: Rows, seen: EpochProgress) -> Rows:  # noqa: ARG002 - as all rows have it
+        """Return these rows; the lanes keep what is left of a window."""
+        return self
+
+    def _unknown(self) -> PlanError:
+        return PlanError(
+            f"{self.where} is live text: the documents of a row are known only after it is read; remove "
+            "live = true to prepare the text once"
+        )
+
+    def fates(self) -> Fates:
+        """Raise: how many tokens there are is not known."""
+        raise self._unknown()
+
+    def held(self, rows: Int64Array) -> TokenCounts:  # noqa: ARG002 - as all rows have it
+        """Raise: the tokens of a row are not known."""
+        raise self._unknown()
+
+    def spans(self, rows: Int64Array) -> Spans:  # noqa: ARG002 - as all rows have it
+        """Raise: the documents of a row are not known."""
+        raise self._unknown()
+
+    def rows_of(
+        self,
+        documents: Int64Array,  # noqa: ARG002 - as all rows have it
+    ) -> tuple[Int64Array, Int64Array]:
+        """Raise: documents have no numbers."""
+        raise self._unknown()
+
+    @abstractmethod
     def open_lanes(self, numbers: range, options: LoaderOptions) -> Lanes:
         """Open some of the lanes, each at the start of its first epoch."""
 
 
-def is_drawn(rows: Rows) -> TypeGuard[LaneRows]:
-    """Say whether rows are given by lanes: all that are not counted are."""
-    return rows.counted is None
+def live_rows(stage: Stage) -> dict[str, LaneRows]:
+    """Return the sources of a stage that are live text, by name; the others are in stores."""
+    return {name: rows for name, rows in stage.rows.items() if isinstance(rows, LaneRows)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,9 +220,8 @@ class DrawnSources:
         self._plan, self._part = plan, part
         sources: dict[str, LaneRows] = {}
         for stage in plan.stages:
-            for name, rows in stage.rows.items():
-                if is_drawn(rows):
-                    sources.setdefault(name, rows)
+            for name, rows in live_rows(stage).items():
+                sources.setdefault(name, rows)
         self.lanes = {name: self._open(name, rows, options) for name, rows in sources.items()}
         self.pad = next(rows.pad_id for rows in sources.values())
         self._at = 0
@@ -202,11 +290,8 @@ class DrawnSources:
             zip(steps.tolist(), (index == 0).tolist(), (steps + (index == last)).tolist(), strict=True)
         )
         edges = np.arange(0, block.num_rows + 1, count)
-        for name, lanes in self.lanes.items():
-            if name not in stage.names:
-                continue
-            rows = stage.rows[name]
-            assert is_drawn(rows)
+        for name, rows in live_rows(stage).items():
+            lanes = self.lanes[name]
             places = np.flatnonzero(block.sources == self._plan.sources.index(name))
             numbers = block.slots[places] * rows.lanes // stage.spec.global_batch_size
             self._draws.append(
@@ -241,12 +326,10 @@ class DrawnSources:
     def _pass_over(self, stage: Stage, slots: Int64Array, sources: Int64Array) -> None:
         marks = []
         try:
-            for name, lanes in self.lanes.items():
-                rows = stage.rows.get(name)
-                if rows is not None and is_drawn(rows):
-                    chosen = slots[sources == self._plan.sources.index(name)]
-                    marks.append((lanes, lanes.mark(lanes.numbers)))
-                    lanes.draw((chosen * rows.lanes // stage.spec.global_batch_size).tolist(), rows.format)
+            for name, rows in live_rows(stage).items():
+                lanes, chosen = self.lanes[name], slots[sources == self._plan.sources.index(name)]
+                marks.append((lanes, lanes.mark(lanes.numbers)))
+                lanes.draw((chosen * rows.lanes // stage.spec.global_batch_size).tolist(), rows.format)
         except BaseException:
             for lanes, mark in marks:
                 lanes.back(mark)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenmill.loader import kernels
-from tokenmill.packing.rows import StoredRows
+from tokenmill.packing.stored import stored_rows
 from tokenmill.plan.stages import LAST_STEP, next_steps
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.store.ranges import Ranges
@@ -173,9 +173,8 @@ def next_uses(
         unused = np.flatnonzero(first_uses == LAST_STEP)
         if not unused.size:
             break
-        for name in stage.names:
-            rows = stage.rows[name]
-            if isinstance(rows, StoredRows) and rows.store is store:
+        for name, rows in stored_rows(stage).items():
+            if rows.store is store:
                 numbers, owner = rows.rows_within_shard(axis, shard, begins[unused], ends[unused])
                 np.minimum.at(first_uses, unused[owner], next_steps(stage, name, numbers, after))
     return first_uses

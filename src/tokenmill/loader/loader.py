@@ -22,13 +22,13 @@ from tokenmill.loader import buffers, fetch
 from tokenmill.loader.attribution import Attribution, attribute
 from tokenmill.loader.balance import BALANCE_VERSION, Balancer
 from tokenmill.loader.blocks import Block, RecordBlock, SequenceBlock
-from tokenmill.loader.drawn import DrawnSources, Lanes
+from tokenmill.loader.drawn import DrawnSources, Lanes, live_rows
 from tokenmill.loader.layout import RankSlice
 from tokenmill.loader.log import announce_plan, announce_stage
 from tokenmill.loader.metrics import Meter, measure
 from tokenmill.loader.options import LoaderOptions
 from tokenmill.loader.state import Position, State, check_position, read_state, save_state
-from tokenmill.packing.rows import LOSS_MASK, StoredRows
+from tokenmill.packing.stored import LOSS_MASK, StoredRows, stored_rows
 from tokenmill.plan.plan import Plan, TokensSeen
 from tokenmill.plan.stages import Stage, as_step, rows_at
 from tokenmill.store.layout import PAGE_BYTES
@@ -103,7 +103,7 @@ class Loader:
         self.arrays = part.layout.arrays(self.options.arrays)
         """What its batches have: of the arrays of the options those that its layout needs."""
         self._check_options()
-        is_drawn = any(rows.counted is None for stage in plan.stages for rows in stage.rows.values())
+        is_drawn = any(live_rows(stage) for stage in plan.stages)
         if is_drawn:
             self._check_drawn()
         self._explain = explain
@@ -485,7 +485,7 @@ class Loader:
     def _stored(self, stage: Stage) -> dict[int, StoredRows]:
         """Return the sources of a stage that stand in stores, by their ids."""
         names = self.plan.sources
-        return {names.index(name): rows for name, rows in stage.rows.items() if buffers.is_stored(rows)}
+        return {names.index(name): rows for name, rows in stored_rows(stage).items()}
 
     def _count_labels(self, stage: Stage, block: SequenceBlock, first: int, count: int) -> dict[int, Int64Array]:
         """Count the labels of the global batches of a block: what the loss of all ranks together is divided by."""

@@ -27,13 +27,14 @@ from tokenmill.packing.holes import (
     holes_of,
 )
 from tokenmill.packing.packers import Policy
-from tokenmill.packing.rows import LOSS_MASK, StoredRows, count_held, count_ones, follow
+from tokenmill.packing.rows import DocumentRows, follow
+from tokenmill.packing.stored import LOSS_MASK, StoredRows, count_held, count_ones
 from tokenmill.store.layout import ANCHOR_TOKENS, DOCUMENTS
 from tokenmill.store.locate import locate
 from tokenmill.types import NO_DOCUMENTS, AnyArray, Fates, Int64Array, Spans, counted_from, distinct
 
 if TYPE_CHECKING:
-    from tokenmill.plan.stages import CountedRows, Seen
+    from tokenmill.plan.rows import EpochProgress, Rows
     from tokenmill.store.store import Store
 
     TokenRuns: TypeAlias = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
@@ -44,7 +45,7 @@ _DOCUMENTS, _TOKENS = 1 << 20, 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConcatRows(StoredRows):
+class ConcatRows(DocumentRows):
     """The rows of a store under the policy `concat`."""
 
     store: Store
@@ -147,8 +148,8 @@ class ConcatRows(StoredRows):
             **describe_excluded(self.excluded),
         }
 
-    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
-        """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
+    def following(self, previous: Rows, seen: EpochProgress) -> StoredRows:
+        """Return these rows, preceded by what is left of an epoch of the rows of an earlier stage."""
         return follow(self, previous, seen, Policy(name="concat"))
 
     def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:

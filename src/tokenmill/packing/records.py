@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,14 +21,15 @@ from tokenmill.packing.holes import (
     holes_of,
 )
 from tokenmill.packing.packers import DROP, FORBID
-from tokenmill.packing.rows import StoredRows, count_held, count_ones, describe_seen
-from tokenmill.plan.stages import Held
+from tokenmill.packing.rows import describe_seen
+from tokenmill.packing.stored import StoredRows, count_held, count_ones
+from tokenmill.plan.rows import TokenCounts
 from tokenmill.store.locate import items_within, locate
 from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int64Array, Spans, counted_from, token_arrays
 
 if TYPE_CHECKING:
     from tokenmill.packing.packers import Policy
-    from tokenmill.plan.stages import CountedRows, Seen
+    from tokenmill.plan.rows import EpochProgress, Rows
     from tokenmill.store.store import Store
 
 _BLOCK = 1 << 18
@@ -193,7 +194,7 @@ class RecordRows(StoredRows):
                 tokens += int(locate(self.store, items, self.store.axis(key))[2].sum())
         return tokens
 
-    def held(self, rows: Int64Array) -> Held:
+    def held(self, rows: Int64Array) -> TokenCounts:
         """Return what the given rows hold, over all arrays; reads lengths, and the masks of their tokens."""
         records = self.records(rows)
         tokens = trained = 0
@@ -211,11 +212,12 @@ class RecordRows(StoredRows):
             trained += (
                 int(labels.sum()) if mask is None else count_ones(self.store, mask, shard, first + skip, labels)
             )
-        return Held(tokens=tokens, trained=trained)
+        return TokenCounts(tokens=tokens, trained=trained)
 
-    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
-        """Return these rows, preceded by the records that a stage before has not drawn of an epoch."""
-        before = cast(RecordRows, previous)
+    def following(self, previous: Rows, seen: EpochProgress) -> RecordRows:
+        """Return these rows, preceded by the records that an earlier stage has not drawn of an epoch."""
+        before = previous
+        assert isinstance(before, RecordRows), "the rows of a source keep their kind from stage to stage"
         after = describe_seen(self, before, seen)
         left = np.flatnonzero(seen.unseen(np.arange(seen.size)))
         rest = before.records(left + before.num_rows if seen.rest else left)
@@ -323,6 +325,20 @@ class RecordRows(StoredRows):
         if self.policy.split == "truncate_start":
             first = first + length - kept
         return shard, first, kept
+
+    def same_rows(self, rows: Int64Array, other: StoredRows, other_rows: Int64Array) -> BoolArray:
+        """Return whether rows hold the same records as rows at another length, cut at the same places."""
+        assert isinstance(other, RecordRows), "rows of one store are of one kind"
+        own_records, other_records = self.records(rows), other.records(other_rows)
+        same: BoolArray = own_records == other_records
+        if self.policy.describe() == other.policy.describe():
+            return same
+        both = np.flatnonzero(same)
+        for key in self.parts:
+            items, owner = self.items(key, own_records[both])
+            (_, first, length), (_, other_first, other_length) = self.locate(key, items), other.locate(key, items)
+            same[both[owner[(first != other_first) | (length != other_length)]]] = False
+        return same
 
     def _longer(self) -> Iterator[tuple[str, Int64Array, Int64Array]]:
         """Yield (array, records, lengths) of the items that have more tokens than a row delivers; reads lengths."""

@@ -1,16 +1,16 @@
-"""Rows of a store: what all kinds have in common, and those made by packing windows of documents."""
+"""Rows made by packing windows of documents, and the rest of an epoch packed again by a later stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from tokenmill.compiled import int64, kernel, read_uint8
-from tokenmill.errors import ConfigError, PlanError
+from tokenmill.errors import ConfigError
 from tokenmill.fingerprint import digest
 from tokenmill.packing.cache import cached_index
 from tokenmill.packing.holes import Documents, check_excluded, describe_excluded, excluded_within
@@ -25,149 +25,33 @@ from tokenmill.packing.index import (
     pack_one,
     whole_documents,
 )
+from tokenmill.packing.joined import JoinedRows
 from tokenmill.packing.packers import CUT_DOCUMENTS, MAX_DOCUMENTS
-from tokenmill.plan.stages import NOTHING, CountedRows, Held, Seen
+from tokenmill.packing.stored import LOSS_MASK, StoredRows, count_held
+from tokenmill.plan.rows import EpochProgress, Rows
 from tokenmill.store.layout import ROWS_FOLDER
 from tokenmill.store.locate import items_within, locate
 from tokenmill.store.store import Store
-from tokenmill.types import (
-    NO_DOCUMENTS,
-    AnyArray,
-    BoolArray,
-    Fates,
-    Int32Array,
-    Int64Array,
-    Spans,
-    counted_from,
-    distinct,
-    run_sums,
-)
+from tokenmill.types import NO_DOCUMENTS, AnyArray, BoolArray, Fates, Int32Array, Int64Array, Spans, counted_from
 
 if TYPE_CHECKING:
-    from tokenmill.packing.concat import ConcatRows
     from tokenmill.packing.packers import Fragments, Policy
-    from tokenmill.packing.records import Runs
-
-    Counted = CountedRows
-else:
-    Counted = object  # a property of a protocol would be the default of a field of its name
 
 
-class StoredRows(Counted):
-    """Rows whose tokens stand in a store, so that all rows of an epoch are known."""
+class DocumentRows(StoredRows):
+    """Rows of packed documents, which a later stage may pack again from where this one stopped."""
 
-    if TYPE_CHECKING:
+    @abstractmethod
+    def rows_of_window(self, window: int, offsets: Int64Array) -> Int64Array:
+        """Return the rows that hold the documents of a window, which start at these offsets."""
 
-        @property
-        def store(self) -> Store:
-            """Where the tokens are."""
-
-    @property
-    def num_rest(self) -> int:
-        """How many rows come before the first epoch."""
-        return 0
-
-    @property
-    def counted(self) -> Self:
-        """Themselves."""
-        return self
-
-    @property
-    def row_slots(self) -> int:
-        """How many input slots a row has."""
-        return self.seq_len
-
-    @property
-    def num_long(self) -> int:
-        """How many documents of an epoch are longer than a row, or are cut to fill one; 0 where nobody counted."""
-        return 0
-
-    @property
-    def segment_multiple(self) -> int:
-        """To a multiple of how many columns every segment is filled up."""
-        return 1
-
-    @property
-    def epoch_description(self) -> Mapping[str, int | str | bool]:
-        """What decides the rows of an epoch."""
-        return self.description
-
-    def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:  # noqa: ARG002
-        """Return the tokens of the store, begins and ends, of the blocks of `shuffle = "window"` that hold rows.
-
-        None where these are no runs of tokens.
-        """
-        return None
-
-    def window_starts(self, *, rest: bool) -> Int64Array | None:  # noqa: ARG002 - as `PackedRows` has it
-        """None: rows that follow each other are neighbours at rest."""
-        return None
-
-    @property
-    def _fates(self) -> Fates:
-        raise NotImplementedError
-
-    def fates(self) -> Fates:
-        """Return what becomes of every token of the source in an epoch; counted once."""
-        return self._fates
-
-    def fields(self, rows: Int64Array) -> Mapping[str, Spans | Runs]:
-        """Return where each array of the given rows is, in the order given; a row of a sequence has one."""
-        return {self.store.manifest.token_key: self.spans(rows)}
-
-    def held(self, rows: Int64Array) -> Held:
-        """Return what the given rows hold; reads their part of the loss mask where the store has one."""
-        spans = self.spans(rows)
-        # The first token of a span has nothing before it that predicts it, unless it follows its BOS.
-        skip = (~spans.joined).astype(np.int64)
-        if self.cross_document_labels:
-            skip[:] = 0
-            skip[spans.first[spans.count > 0]] = 1
-        if LOSS_MASK in self.store.keys:
-            trained = count_ones(self.store, LOSS_MASK, spans.shard, spans.token + skip, spans.length - skip)
-        else:
-            trained = int((spans.length - skip).sum())
-        # A full row holds one more token than it has inputs: its last label.
-        used = np.minimum(run_sums(spans.first, spans.count, spans.length), self.seq_len)
-        return Held(tokens=int(used.sum()), trained=trained)
-
-    def rows_within_shard(
-        self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
-    ) -> tuple[Int64Array, Int64Array]:
-        """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
-        raise NotImplementedError
-
-    def holds(self, documents: Int64Array) -> BoolArray:
-        """Return whether any row holds a token of each document."""
-        return np.bincount(self.rows_of(documents)[1], minlength=documents.size) > 0
-
-    def check_documents(self, documents: Int64Array) -> None:
-        """Raise if a document is not in the store."""
-        size = self.store.num_documents
-        outside = documents[(documents < 0) | (documents >= size)]
-        if outside.size:
-            raise PlanError(
-                f"{self.store.path}: a document must lie within 0:{size}, got {int(outside[0])}; count from 0"
-            )
-
-    def check_rows(self, rows: Int64Array) -> None:
-        """Refuse rows that there are not."""
-        end = self.num_rows + self.num_rest
-        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < end:
-            raise PlanError(
-                f"{self.store.path}: rows must lie within 0:{end}, "
-                f"got {int(rows.min())} to {int(rows.max())}; use the rows that the plan names"
-            )
-
-
-# Rows made by packing windows: `best_fit`, `bos_best_fit` and `padded`.
 
 IN_MEMORY_DOCUMENTS = 1 << 21
 """Every process packs up to this many documents itself, in a fraction of a second; of more, an index is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedRows(StoredRows):
+class PackedRows(DocumentRows):
     """The rows of a store under a policy that packs windows."""
 
     store: Store
@@ -220,8 +104,8 @@ class PackedRows(StoredRows):
         """To a multiple of how many columns every segment is filled up."""
         return self.policy.multiple
 
-    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
-        """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
+    def following(self, previous: Rows, seen: EpochProgress) -> StoredRows:
+        """Return these rows, preceded by what is left of an epoch of the rows of an earlier stage."""
         return follow(self, previous, seen, self.policy)
 
     def rows_of_window(self, window: int, offsets: Int64Array) -> Int64Array:  # noqa: ARG002 - as `ConcatRows` has it
@@ -310,133 +194,10 @@ def _index(
 # labels of a document that lie side by side are joined, and packed with the one token that must stand before them.
 
 
-@dataclass(frozen=True, kw_only=True)
-class FollowingRows(StoredRows):
-    """The rest of an earlier epoch, then whole epochs: rows 0.. are those of an epoch, the rest is after them."""
-
-    full: ConcatRows | PackedRows
-    rest: PackedRows
-
-    @property
-    def store(self) -> Store:
-        """Where the tokens are."""
-        return self.full.store
-
-    @property
-    def seq_len(self) -> int:
-        """How many tokens of a row are inputs."""
-        return self.full.seq_len
-
-    @property
-    def cross_document_labels(self) -> bool:
-        """Whether labels cross documents."""
-        return self.full.cross_document_labels
-
-    @property
-    def segment_multiple(self) -> int:
-        """To a multiple of how many columns every segment is filled up."""
-        return self.full.segment_multiple
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows an epoch has."""
-        return self.full.num_rows
-
-    @property
-    def num_long(self) -> int:
-        """How many documents of an epoch are longer than a row, or are cut to fill one."""
-        return self.full.num_long
-
-    @property
-    def num_rest(self) -> int:
-        """How many rows the rest has."""
-        return self.rest.num_rows
-
-    @cached_property
-    def description(self) -> Mapping[str, int | str | bool]:
-        """What decides the content of the rows."""
-        return {**self.full.description, "rest": digest(dict(self.rest.description))}
-
-    @property
-    def epoch_description(self) -> Mapping[str, int | str | bool]:
-        """What decides the rows of a whole epoch."""
-        return self.full.description
-
-    @property
-    def index_arrays(self) -> tuple[tuple[AnyArray, bool], ...]:
-        """Arrays of both indexes, each with whether it is mapped from a file."""
-        return (*self.full.index_arrays, *self.rest.index_arrays)
-
-    @property
-    def _fates(self) -> Fates:
-        return self.full.fates()
-
-    def whole_blocks(self, rows: Int64Array, block_rows: int) -> tuple[Int64Array, Int64Array] | None:
-        """Return the tokens of the blocks of an epoch, and of the windows of the rest, that hold rows."""
-        left = rows >= self.num_rows
-        parts = [
-            part.whole_blocks(own, block_rows)
-            for part, own in ((self.full, rows[~left]), (self.rest, rows[left] - self.num_rows))
-            if own.size
-        ]
-        begins, ends = zip(*(part for part in parts if part is not None), strict=True)
-        return np.concatenate(begins), np.concatenate(ends)
-
-    def window_starts(self, *, rest: bool) -> Int64Array | None:
-        """Return the first row of each window of an epoch, or of the rest, and the end."""
-        return (self.rest if rest else self.full).window_starts(rest=False)
-
-    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
-        """Return the rows of an epoch, preceded by what is left of another."""
-        return self.full.following(previous, seen)
-
-    def rows_of(self, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the rows that hold tokens of documents, and the index in `documents` that each row is for."""
-        rows, owner = self.full.rows_of(documents)
-        left, of_left = self.rest.rows_of(documents)
-        owner = np.concatenate([owner, of_left])
-        order = np.argsort(owner, kind="stable")
-        return np.concatenate([rows, left + self.num_rows])[order], owner[order]
-
-    def rows_within_shard(
-        self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
-    ) -> tuple[Int64Array, Int64Array]:
-        """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
-        rows, owner = self.full.rows_within_shard(axis, shard, begins, ends)
-        left, of_left = self.rest.rows_within_shard(axis, shard, begins, ends)
-        return np.concatenate([rows, left + self.num_rows]), np.concatenate([owner, of_left])
-
-    def spans(self, rows: Int64Array) -> Spans:
-        """Return what the given rows are made of, in the order given."""
-        left = rows >= self.num_rows
-        if not left.any():
-            return self.full.spans(rows)
-        parts = [(np.flatnonzero(~left), self.full.spans(rows[~left])) if not left.all() else None]
-        parts.append((np.flatnonzero(left), self.rest.spans(rows[left] - self.num_rows)))
-        return _join(rows.size, [part for part in parts if part])
-
-
-def _join(number: int, parts: list[tuple[Int64Array, Spans]]) -> Spans:
-    """Put the spans of several sets of rows together."""
-    first = np.empty(number, np.int64)
-    count = np.empty(number, np.int64)
-    filled = 0
-    for chosen, spans in parts:
-        first[chosen] = spans.first + filled
-        count[chosen] = spans.count
-        filled += spans.length.size
-    columns = {
-        name: np.concatenate([getattr(spans, name) for _, spans in parts])
-        for name in ("document", "start", "length", "shard", "token")
-    }
-    return Spans(first=first, count=count, **columns)
-
-
-def follow(full: ConcatRows | PackedRows, previous: CountedRows, seen: Seen, policy: Policy) -> CountedRows:
-    """Return `full`, preceded by what is left of the epoch of `previous` that was under way."""
-    before = cast("ConcatRows | PackedRows | FollowingRows", previous)
-    if isinstance(before, FollowingRows):
-        before = before.rest if seen.rest else before.full
+def follow(full: DocumentRows, previous: Rows, seen: EpochProgress, policy: Policy) -> StoredRows:
+    """Return `full`, preceded by what is left of the current epoch of `previous`."""
+    before = previous.parts[seen.rest] if isinstance(previous, JoinedRows) else previous
+    assert isinstance(before, DocumentRows), "the rows of a source keep their kind from stage to stage"
     rest = pack_rows(
         full.store,
         seq_len=full.seq_len,
@@ -445,10 +206,15 @@ def follow(full: ConcatRows | PackedRows, previous: CountedRows, seen: Seen, pol
         fragments_of=unseen(before, seen, policy),
         excluded=full.excluded,
     )
-    return FollowingRows(full=full, rest=rest) if rest.num_rows else full
+    if not rest.num_rows:
+        return full
+    description = {**full.description, "rest": digest(dict(rest.description))}
+    return JoinedRows(
+        parts=(full, rest), sizes=(full.num_rows, rest.num_rows), num_rest=rest.num_rows, joined=description
+    )
 
 
-def describe_seen(rows: StoredRows, before: StoredRows, seen: Seen) -> str:
+def describe_seen(rows: StoredRows, before: StoredRows, seen: EpochProgress) -> str:
     """Return a digest of what a rest is left of: rows of a stage before, and what was seen of them.
 
     Refuse those of another store.
@@ -483,7 +249,7 @@ class PackedDocuments(Protocol):
         ...
 
 
-def unseen(part: PackedDocuments, seen: Seen, policy: Policy) -> WindowFragments:
+def unseen(part: PackedDocuments, seen: EpochProgress, policy: Policy) -> WindowFragments:
     """Return what is still to be packed of each window of an epoch under way, or of the rest of one."""
     store = part.store
     context = policy.name != "bos_best_fit"  # or a piece begins with the token before its first label
@@ -546,160 +312,3 @@ def _merge(
     new[1:] = (document[1:] != document[:-1]) | (first[1:] > last[:-1])
     starts = np.flatnonzero(new)
     return document[starts], first[starts], np.maximum.reduceat(last, starts)
-
-
-# Some rows of others.
-
-
-@dataclass(frozen=True, kw_only=True)
-class TakenRows(StoredRows):
-    """The first rows of others, and after them rows that hold nothing: what an eval reads of a source."""
-
-    rows: StoredRows
-    taken: int
-    """How many."""
-    num_rows: int
-    """With those that hold nothing, so that batches are full."""
-
-    @property
-    def store(self) -> Store:
-        """Where the tokens are."""
-        return self.rows.store
-
-    @property
-    def seq_len(self) -> int:
-        """How many tokens of a row are inputs."""
-        return self.rows.seq_len
-
-    @property
-    def row_slots(self) -> int:
-        """How many input slots a row has."""
-        return self.rows.row_slots
-
-    @property
-    def cross_document_labels(self) -> bool:
-        """Whether labels cross documents."""
-        return self.rows.cross_document_labels
-
-    @property
-    def segment_multiple(self) -> int:
-        """To a multiple of how many columns every segment is filled up."""
-        return self.rows.segment_multiple
-
-    @property
-    def description(self) -> Mapping[str, int | str | bool]:
-        """What decides the content of the rows."""
-        return {**self.rows.description, "rows": self.num_rows, "taken": self.taken}
-
-    @property
-    def index_arrays(self) -> Sequence[tuple[AnyArray, bool]]:
-        """Those of the rows that it takes from."""
-        return self.rows.index_arrays
-
-    @cached_property
-    def _fates(self) -> Fates:
-        """Of the rows that it takes alone; reads their lengths and masks."""
-        held = count_held(self)
-        return Fates(
-            rows=self.num_rows,
-            tokens=held.tokens,
-            trained=held.trained,
-            masked=held.tokens - held.trained,
-            dropped={},
-            padding=self.num_rows * self.row_slots - held.tokens,
-        )
-
-    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
-        """Refuse: an eval has one stage."""
-        raise NotImplementedError
-
-    def _split(self, rows: Int64Array) -> tuple[BoolArray, Int64Array]:
-        """Say which rows hold something, and which rows of the others these are."""
-        self.check_rows(rows)
-        full = rows < self.taken
-        return full, rows[full]
-
-    def held(self, rows: Int64Array) -> Held:
-        """Return what the given rows hold."""
-        return self.rows.held(self._split(rows)[1])
-
-    def rows_of(self, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the rows that hold tokens of documents, and the index in `documents` that each row is for."""
-        rows, owner = self.rows.rows_of(documents)
-        return rows[rows < self.taken], owner[rows < self.taken]
-
-    def rows_within_shard(
-        self, axis: str, shard: int, begins: Int64Array, ends: Int64Array
-    ) -> tuple[Int64Array, Int64Array]:
-        """Return the rows that hold values of runs, `begins` to `ends` of a shard, and the run of each."""
-        rows, owner = self.rows.rows_within_shard(axis, shard, begins, ends)
-        return rows[rows < self.taken], owner[rows < self.taken]
-
-    def spans(self, rows: Int64Array) -> Spans:
-        """Return what the given rows are made of, in the order given."""
-        full, inner = self._split(rows)
-        return _spread(self.rows.spans(inner), full)
-
-    def fields(self, rows: Int64Array) -> Mapping[str, Spans | Runs]:
-        """Return where each array of the given rows is, in the order given."""
-        full, inner = self._split(rows)
-        return {key: _spread(spans, full) for key, spans in self.rows.fields(inner).items()}
-
-
-SpansOrRuns = TypeVar("SpansOrRuns", bound="Spans | Runs")
-
-
-def _spread(spans: SpansOrRuns, full: BoolArray) -> SpansOrRuns:
-    """Return the spans of rows with rows between them that have none."""
-    if full.all():
-        return spans
-    first, count = np.zeros((2, full.size), np.int64)
-    first[full], count[full] = spans.first, spans.count
-    return replace(spans, first=first, count=count)
-
-
-# What rows of sequences hold, and how many labels the loss mask of a store leaves of it.
-
-LOSS_MASK = "loss_mask"
-"""Array of a store whose zeros say which tokens are not to be trained on."""
-_ROWS = 1 << 16
-"""Rows that are counted together."""
-
-
-def count_held(rows: StoredRows) -> Held:
-    """Return what all rows of an epoch hold, counted some at a time; reads masks."""
-    starts = range(0, rows.num_rows, _ROWS)
-    return sum((rows.held(np.arange(begin, min(begin + _ROWS, rows.num_rows))) for begin in starts), NOTHING)
-
-
-def count_ones(
-    store: Store,
-    key: str,
-    shards: Int64Array,
-    firsts: Int64Array,
-    lengths: Int64Array,
-) -> int:
-    """Return how many values of a mask are not 0 in runs at (shard, first value within it, length)."""
-    needed = distinct(shards)
-    size = max(1, store._maps.limit // 4)
-    addresses = np.zeros(store.num_shards, np.int64)
-    ones = 0
-    for first in range(0, needed.size, size):
-        group = needed[first : first + size]
-        with store._in_memory(key, group, (shards, firsts, firsts + lengths)) as files:
-            addresses[group] = [file.address for file in files]
-            ones += _count(addresses, shards, firsts, lengths)
-            addresses[group] = 0
-    return ones
-
-
-@kernel
-def _count(addresses: Int64Array, shards: Int64Array, firsts: Int64Array, lengths: Int64Array) -> int:
-    """Return how many bytes are not 0 in runs whose shard has an address."""
-    count = int64(0)
-    for i in range(shards.size):
-        address = addresses[shards[i]]
-        if address:
-            for k in range(firsts[i], firsts[i] + lengths[i]):
-                count += read_uint8(address, k) != 0
-    return count

@@ -9,8 +9,9 @@
 from tokenmill.plan.compile import compile_plan
 from tokenmill.plan.order import Shuffle
 from tokenmill.plan.plan import Moment, Plan
-from tokenmill.plan.stages import CountedRows, Ramp, Rows, Stage, StageSpec
+from tokenmill.plan.rows import Rows
+from tokenmill.plan.stages import Ramp, Stage, StageSpec
 from tokenmill.plan.uses import DocumentUses, RowUse
 
-__all__ = ["CountedRows", "DocumentUses", "Moment", "Plan", "Ramp", "RowUse", "Rows"]
+__all__ = ["DocumentUses", "Moment", "Plan", "Ramp", "RowUse", "Rows"]
 __all__ += ["Shuffle", "Stage", "StageSpec", "compile_plan"]

@@ -26,7 +26,8 @@ from tokenmill.plan.mixture import (
 from tokenmill.plan.order import Shuffle
 from tokenmill.plan.permute import derived_key
 from tokenmill.plan.plan import Plan
-from tokenmill.plan.stages import CARRY, NO_EPOCH, OLD_EPOCH, Rows, Seen, Stage, StageSpec
+from tokenmill.plan.rows import EpochProgress, Rows
+from tokenmill.plan.stages import CARRY, NO_EPOCH, OLD_EPOCH, Stage, StageSpec
 
 MAX_ROWS = 1 << 62
 """Upper bound of the rows of a run, so that a position fits 64 bits."""
@@ -91,7 +92,7 @@ def _check_epochs(plan: Plan) -> None:
         for name in stage.names:
             allowed = plan.max_epochs.get(name)
             if allowed is not None and stage.epochs(name) > exact_weight(allowed):
-                index = stage.counted(name)
+                index = stage.rows[name]
                 over = ceil((stage.epochs(name) - exact_weight(allowed)) * index.num_rows)
                 raise ConfigError(
                     f"source {name!r}: max_epochs must not be passed, got {float(stage.epochs(name)):.3f} epochs "
@@ -117,13 +118,8 @@ class SourceProgress:
     shuffle: Shuffle | None = None
 
     def epoch(self) -> tuple[int, int, int]:
-        """Return (epoch under way, its rows, how many of them were drawn); the rest counts as epoch -1.
-
-        Rows that are not counted are one epoch without an end, which counts as having none.
-        """
-        rows = self.index.counted
-        if rows is None:
-            return 0, 0, self.consumed
+        """Return the current epoch, its rows, and how many of them were drawn; the rest counts as epoch -1."""
+        rows = self.index
         if self.consumed < rows.num_rest:
             return -1, rows.num_rest, self.consumed
         epoch, drawn = divmod(self.consumed - rows.num_rest, rows.num_rows)
@@ -134,15 +130,14 @@ class SourceProgress:
         """Whether the source stands within an epoch, not between two."""
         return self.epoch()[2] > 0
 
-    def seen(self) -> Seen:
-        """Return how far the epoch under way was read."""
+    def seen(self) -> EpochProgress:
+        """Return the rows of the current epoch that were drawn."""
         epoch, size, drawn = self.epoch()
-        rows = self.index.counted
+        rows = self.index
         assert self.shuffle is not None
-        assert rows is not None
         key = int(derived_key(np.uint64(self.key), epoch))
         starts = rows.window_starts(rest=epoch < 0)
-        return Seen(rest=epoch < 0, size=size, drawn=drawn, key=key, shuffle=self.shuffle, starts=starts)
+        return EpochProgress(rest=epoch < 0, size=size, drawn=drawn, key=key, shuffle=self.shuffle, starts=starts)
 
 
 _GRAIN = 1 << 40
@@ -255,7 +250,7 @@ def _compile_stages(
 def compile_in_turn(spec: StageSpec, sources: Sequence[str]) -> Stage:
     """Compile one stage that draws the whole of each source, one after another in the order of `sources`."""
     progress = {name: SourceProgress(index=spec.rows[name]) for name in spec.names}
-    sizes = {name: rows.counted.num_rows if rows.counted else 0 for name, rows in spec.rows.items()}
+    sizes = {name: rows.num_rows for name, rows in spec.rows.items()}
     ends = dict(zip(sources, accumulate(sizes[name] for name in sources), strict=True))
     steps, rest = divmod(ends[sources[-1]], spec.global_batch_size)
     assert steps
@@ -338,8 +333,7 @@ def _restarts(before: SourceProgress | None, spec: StageSpec, name: str) -> bool
 def _arrive(before: SourceProgress | None, spec: StageSpec, name: str, restarts: bool) -> SourceProgress:
     """Return where a source stands at the start of a stage."""
     index = spec.rows[name]
-    rows = index.counted
-    if rows is not None and rows.num_rows < 1:
+    if index.num_rows < 1:
         if "quarantined" in index.description:
             raise ConfigError(
                 f"stage {spec.name!r}: a source must have documents left at step {spec.start_step}, got all of "
@@ -349,7 +343,7 @@ def _arrive(before: SourceProgress | None, spec: StageSpec, name: str, restarts:
             f"stage {spec.name!r}: a source must have at least one row of {spec.seq_len + 1} tokens, "
             f"got none from {name!r}; shorten seq_len or add documents"
         )
-    size = 0 if rows is None else rows.num_rows
+    size = index.num_rows
     if before is None:
         return SourceProgress(index=index, repeats_from=size)
     if dict(before.index.epoch_description) == dict(index.description):
@@ -363,11 +357,8 @@ def _arrive(before: SourceProgress | None, spec: StageSpec, name: str, restarts:
             f"stage {spec.name!r}: labels of {name!r} that cross documents know no rest of an epoch, got "
             "cross_document_labels with a change of rows; use on_change = restart, or leave it out"
         )
-    earlier = before.index.counted
-    if rows is None or earlier is None:
-        return SourceProgress(index=index, era=before.era + 1)  # what makes the rows knows what is left of its text
     seen = before.seen()
-    following = rows.following(earlier, seen)
+    following = index.following(before.index, seen)
     left = (1 - Fraction(seen.drawn, seen.size)) * (before.left if seen.rest else 1)
     return SourceProgress(
         index=following,
@@ -391,8 +382,7 @@ def _compile_stage(
     keys = np.zeros((len(names), 2), np.uint64)
     for line, name in enumerate(names):
         source = progress[name]
-        rows = source.index.counted
-        rest, size = (0, 0) if rows is None else (rows.num_rest, rows.num_rows)
+        rest, size = source.index.num_rest, source.index.num_rows if source.index.has_epochs else 0
         numbers = spec.shuffle.numbers
         table[line, :OLD_EPOCH] = [place.sources.index(name), source.consumed, rest, size, *numbers]
         table[line, CARRY] -= bases[line]
@@ -402,7 +392,7 @@ def _compile_stage(
         if drawn and source.shuffle is not None:
             table[line, OLD_EPOCH:] = [epoch, *source.shuffle.numbers]
             keys[line, 1] = source.key
-    counted = {name: progress[name] for name in names if progress[name].index.counted is not None}
+    used = {name: progress[name] for name in names}
     return Stage(
         spec=spec,
         index=place.index,
@@ -413,9 +403,9 @@ def _compile_stage(
         bases=bases,
         names=names,
         rows={name: progress[name].index for name in names},
-        repeats_from={name: source.repeats_from for name, source in counted.items()},
-        epochs_before={name: source.epochs_before for name, source in counted.items()},
-        rest_epochs={name: source.left for name, source in counted.items()},
+        repeats_from={name: source.repeats_from for name, source in used.items()},
+        epochs_before={name: source.epochs_before for name, source in used.items()},
+        rest_epochs={name: source.left for name, source in used.items()},
         table=table,
         keys=keys,
         rotation_key=np.uint64(key64(spec.seed, "rotation")),
@@ -430,8 +420,7 @@ def _advance(progress: SourceProgress, stage: Stage, line: int, drawn: int) -> N
     progress.consumed += drawn - 1
     epoch, _, _ = progress.epoch()
     progress.consumed += 1
-    if progress.index.counted is not None:
-        progress.epochs_read = stage.epochs(stage.names[line])
+    progress.epochs_read = stage.epochs(stage.names[line])
     if epoch != int(stage.table[line, OLD_EPOCH]):
         progress.key = int(stage.keys[line, 0])
         progress.shuffle = stage.spec.shuffle
@@ -442,7 +431,7 @@ def _advance(progress: SourceProgress, stage: Stage, line: int, drawn: int) -> N
 
 def room(stage: Stage, name: str, limit: Fraction) -> int:
     """Return how many rows of a source a stage may draw until it has been read `limit` times."""
-    before, index = stage.epochs_before[name], stage.counted(name)
+    before, index = stage.epochs_before[name], stage.rows[name]
     left = stage.rest_epochs[name]
     if not index.num_rest:
         rows = floor((limit - before - left) * index.num_rows)

@@ -183,9 +183,18 @@ class Plan:
         return list(accumulate(slots, initial=0)), list(accumulate(trained, initial=0))
 
     def span(self, number: int) -> tuple[int, int]:
-        """Return the first step of a stage and the one at which it ends."""
-        parts = [stage for stage in self.stages if stage.spec.number == number]
-        return parts[0].spec.start_step, parts[-1].end_step
+        """Return the first step of a stage, given by its index, and its end, exclusive."""
+        first, last = self._parts[number]
+        return self.stages[first].spec.start_step, self.stages[last].end_step
+
+    @cached_property
+    def _parts(self) -> dict[int, tuple[int, int]]:
+        """Indices of the first and the last part of each stage of the config."""
+        parts: dict[int, tuple[int, int]] = {}
+        for index, stage in enumerate(self.stages):
+            first, _ = parts.get(stage.spec.number, (index, index))
+            parts[stage.spec.number] = first, index
+        return parts
 
     def rows(self, step: int) -> tuple[Int64Array, Int64Array]:
         """Return (source ids, row ids) of the global batch of a step, in order.
@@ -216,7 +225,7 @@ class Plan:
         uses: list[RowUse] = []
         for source in np.unique(source_ids).tolist():
             name, slots = self.sources[source], np.flatnonzero(source_ids == source)
-            spans = stage.counted(name).spans(rows[slots])
+            spans = stage.rows[name].spans(rows[slots])
             uses += [
                 RowUse(step=step, slot=int(slot), source=name, row=int(rows[slot]), spans=spans.row(i))
                 for i, slot in enumerate(slots)

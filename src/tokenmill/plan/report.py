@@ -16,8 +16,9 @@ import numpy as np
 from tokenmill.plan.compile import room
 from tokenmill.plan.mixture import exact_weight, integer_weights
 from tokenmill.plan.plan import Plan
+from tokenmill.plan.rows import NOTHING, Rows, TokenCounts
 from tokenmill.plan.seen import held_rows
-from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage
+from tokenmill.plan.stages import Stage
 from tokenmill.types import Fates
 
 COUNTED_ROWS = 1 << 20
@@ -241,7 +242,7 @@ class _SourceDraws:
     asked_tokens: Fraction
     rows: int
     slots: int
-    held: Held
+    held: TokenCounts
     counted: bool
 
 
@@ -277,22 +278,22 @@ def _shares(parts: Sequence[Stage], most: int) -> list[SourceShare]:
 
 
 def _epochs_read(part: Stage, name: str) -> float | None:
-    """Return how often a source has been read by the end of a part; None where its rows are not counted."""
-    return None if part.rows[name].counted is None else float(part.epochs(name))
+    """Return the epochs of a source by the end of a part; None without epochs."""
+    return float(part.epochs(name)) if part.rows[name].has_epochs else None
 
 
 def _dropped(part: Stage, name: str) -> dict[str, int]:
     """Return what an epoch of a source drops, by reason."""
-    rows = part.rows[name].counted
-    return {} if rows is None else dict(rows.fates().dropped)
+    rows = part.rows[name]
+    return dict(rows.fates().dropped) if rows.has_epochs else {}
 
 
 def _drawn(parts: Sequence[Stage], name: str, most: int) -> _SourceDraws:
     held, counted = NOTHING, True
     for part in parts:
-        if part.rows[name].counted is None:  # rows that are made as they are drawn are taken to be full
+        if not part.rows[name].has_epochs:  # rows of live text are taken to be full
             slots = part.draws[name] * part.rows[name].row_slots
-            more, exact = Held(tokens=slots, trained=slots), False
+            more, exact = TokenCounts(tokens=slots, trained=slots), False
         else:
             more, exact = held_rows(part, name, range(part.draws[name]), most)
         held, counted = held + more, counted and exact
@@ -308,11 +309,11 @@ def _drawn(parts: Sequence[Stage], name: str, most: int) -> _SourceDraws:
 
 
 def _tokens_of_a_row(part: Stage, name: str) -> Fraction:
-    """Return how many tokens a row of a source holds in the mean of an epoch; one that is not counted is full."""
+    """Return the mean number of tokens of a row of a source; rows of live text are taken to be full."""
     rows = part.rows[name]
-    if rows.counted is None:
+    if not rows.has_epochs:
         return Fraction(rows.row_slots)
-    fates = rows.counted.fates()
+    fates = rows.fates()
     return Fraction(fates.rows * rows.row_slots - fates.padding, fates.rows)
 
 
@@ -322,22 +323,22 @@ def _tokens_of_a_row(part: Stage, name: str) -> Fraction:
 def _source_facts(plan: Plan, name: str, stops: Mapping[str, float]) -> SourceFacts:
     using = [part for part in plan.stages if name in part.names]
     rows = using[-1].rows[name] if using else None
-    counted = None if rows is None else rows.counted
+    known = rows if rows is not None and rows.has_epochs else None
     return SourceFacts(
         name=name,
-        rows=0 if rows is None else None if counted is None else counted.num_rows,
+        rows=0 if rows is None else None if known is None else known.num_rows,
         seq_len=using[-1].spec.seq_len if using else None,
-        lanes=int(rows.description["lanes"]) if rows is not None and counted is None else None,
+        lanes=int(rows.description["lanes"]) if rows is not None and known is None else None,
         drawn=sum(part.draws[name] for part in using),
         skipped=sum(part.draws[name] for part in _split(using)[1]),
         epochs=_epochs_read(using[-1], name) if using else 0.0,
-        first_repeat=None if counted is None else _first_repeat(using, name),
+        first_repeat=None if known is None else _first_repeat(using, name),
         gone_from=_gone_from(plan, using, name, exact_weight(stops[name])) if name in stops else None,
-        fates=None if counted is None else _fates(using[-1], counted),
+        fates=None if known is None else _fates(using[-1], known),
     )
 
 
-def _fates(part: Stage, index: CountedRows) -> Fates:
+def _fates(part: Stage, index: Rows) -> Fates:
     """Return the fates of a source, padded to the shape that the sources of a stage share."""
     fates = index.fates()
     return replace(fates, padding=fates.padding + fates.rows * (part.row_slots - index.row_slots))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tokenmill.plan.stages import NOTHING, CountedRows, Held, Stage, drawn_rows
+from tokenmill.plan.rows import NOTHING, Rows, TokenCounts
+from tokenmill.plan.stages import Stage, drawn_rows
 
 _SORTED, _BLOCK = 1 << 20, 1 << 16
 """Rows that are put in ascending order, so that neighbours on disk are read together, and of these rows that are
@@ -63,12 +64,12 @@ class SourceCounts:
     def __init__(self, sources: Sequence[str], stages: Sequence[Stage]) -> None:
         self._sources, self._stages = sources, stages
         self._starts = [stage.spec.start_step for stage in stages]
-        self._live = {name for stage in stages for name, rows in stage.rows.items() if rows.counted is None}
+        self._live = {name for stage in stages for name, rows in stage.rows.items() if not rows.has_epochs}
         self._edges = [_Edge(rows={}, slots={}, epochs={})]
         """Counts before each part of a stage, as far as they were needed."""
-        self._held: dict[int, Mapping[str, Held]] = {0: {}}
+        self._held: dict[int, Mapping[str, TokenCounts]] = {0: {}}
         """Tokens and labels of each source before parts of stages that were counted, by index."""
-        self._last: tuple[int, Mapping[str, Held]] = (0, {})
+        self._last: tuple[int, Mapping[str, TokenCounts]] = (0, {})
         """The step that was counted last, and its tokens and labels."""
 
     def before(self, step: int, *, held: bool = True) -> dict[str, SourceSeen]:
@@ -107,7 +108,7 @@ class SourceCounts:
         slots = {name: edge.slots.get(name, 0) + number * stage.row_slots for name, number in drawn.items()}
         return _Edge(rows={**edge.rows, **rows}, slots={**edge.slots, **slots}, epochs={**edge.epochs, **read})
 
-    def _count(self, step: int) -> Mapping[str, Held]:
+    def _count(self, step: int) -> Mapping[str, TokenCounts]:
         """Return tokens and labels of each source before a step, counted on from the nearest step that is known."""
         part, (begin, held) = self._part(step), self._last
         if not self._starts[part] <= begin <= step:
@@ -131,13 +132,13 @@ class SourceCounts:
         return held
 
 
-def held_rows(stage: Stage, name: str, draws: range, most: int | None = None) -> tuple[Held, bool]:
+def held_rows(stage: Stage, name: str, draws: range, most: int | None = None) -> tuple[TokenCounts, bool]:
     """Return what the rows of some draws of a source hold, and whether all of it was counted.
 
     Draws are counted from the first of the stage. Whole epochs are counted at once; if the other rows are more than
     `most`, all are taken to be like those of an epoch.
     """
-    index = stage.counted(name)
+    index = stage.rows[name]
     size, first = index.num_rows, index.num_rest - stage.carry(name)  # draw at which the first whole epoch begins
     epochs = range(-((first - max(draws.start, first)) // size), (draws.stop - first) // size)
     parts = [draws]
@@ -153,8 +154,8 @@ def held_rows(stage: Stage, name: str, draws: range, most: int | None = None) ->
     return held, True
 
 
-def _mean(index: CountedRows, rows: int) -> Held:
+def _mean(index: Rows, rows: int) -> TokenCounts:
     """Return what a number of rows hold if they are like those of an epoch: exact for whole epochs."""
     fates = index.fates()
     tokens = fates.rows * index.row_slots - fates.padding
-    return Held(tokens=rows * tokens // fates.rows, trained=rows * fates.trained // fates.rows)
+    return TokenCounts(tokens=rows * tokens // fates.rows, trained=rows * fates.trained // fates.rows)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,11 +22,11 @@ from tokenmill.errors import ConfigError, PlanError, nearest, whole
 from tokenmill.plan.mixture import STAIRS
 from tokenmill.plan.order import WINDOW, EpochOrder, Shuffle
 from tokenmill.plan.permute import derive, derived_key
-from tokenmill.types import ON_CHANGE, AnyArray, BoolArray, Int64Array, Uint64Array
+from tokenmill.plan.rows import Rows
+from tokenmill.types import ON_CHANGE, Int64Array, Uint64Array
 
 if TYPE_CHECKING:
     from tokenmill.plan.mixture import Mixture
-    from tokenmill.types import Fates, Spans
 
 Weights = Mapping[str, float | Fraction]
 
@@ -127,7 +127,7 @@ OLD_EPOCH, OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS = range(7, 11)
 """Columns of a stage's table: one line a source. CARRY plus a draw of the mixture is the ordinal of a row, from 0.
 The rows are the REST of an earlier epoch, which counts as epoch -1, then epochs of SIZE rows. An epoch under way
 when the stage began ends in the order in which it began (OLD_...), so that a change of seed or shuffle loses and
-repeats no row. SIZE is 0 where rows are not counted: such a row is known by its ordinal alone."""
+repeats no row. SIZE is 0 for a source without epochs: its rows are known by their ordinals alone."""
 NO_EPOCH = -2
 _SOME_ROWS = 1 << 20
 """Rows of whole batches that are looked through at a time."""
@@ -154,8 +154,7 @@ class Stage:
     rows: Mapping[str, Rows]
     """The rows of each source, after what earlier stages used."""
     repeats_from: Mapping[str, int]
-    """How many rows of a source may be drawn before one is seen for the second time, counted as `carry` counts.
-    Like the two below, it has only sources whose rows are counted."""
+    """Rows of a source that may be drawn before one is seen for the second time, counted as `carry` counts."""
     epochs_before: Mapping[str, Fraction]
     """How often each source had been read when its rows last changed."""
     rest_epochs: Mapping[str, Fraction]
@@ -269,7 +268,7 @@ class Stage:
         """Return the order of one epoch of a source, known by its line of the table; -1 is the rest."""
         order = self._orders.get((line, epoch))
         if order is None:
-            rows = self.counted(self.names[line])
+            rows = self.rows[self.names[line]]
             old = int(epoch == self.table[line, OLD_EPOCH])
             first = OLD_MODE if old else MODE
             mode, block_rows, window_blocks = self.table[line, first : first + 3].tolist()
@@ -307,22 +306,12 @@ class Stage:
         line = self.names.index(name)
         return self.mixture.positions_of(line, drawn + self.bases[line]) - self.origin
 
-    def counted(self, name: str) -> CountedRows:
-        """Return the rows of a source; refuse those that are not known before they are drawn."""
-        rows = self.rows[name].counted
-        if rows is None:
-            raise PlanError(
-                f"source {name!r}: which documents a row holds must be known before it is read, got rows that are "
-                "made as they are read; leave out live = true, and the text is prepared once"
-            )
-        return rows
-
     def epochs(self, name: str, drawn: int | None = None) -> Fraction:
         """Return how often a source has been read by the end of the stage, or after some draws of it.
 
         The rest of an epoch completes it.
         """
-        before, index = self.epochs_before[name], self.counted(name)
+        before, index = self.epochs_before[name], self.rows[name]
         total = self.carry(name) + (self.draws[name] if drawn is None else drawn)
         left = self.rest_epochs[name]
         if not index.num_rest:
@@ -350,150 +339,6 @@ def stage_at(stages: Sequence[Stage], starts: Sequence[int], step: int) -> Stage
         way_out = "count from 0" if step < 0 else "raise run.steps to go on"
         raise PlanError(f"step: must lie within 0:{last}, got {step}; {way_out}")
     return stages[bisect_right(starts, step) - 1]
-
-
-# What the plan knows of a source: how many rows it has and what they are made of.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """How far an epoch has been read when the rows of a source change in the middle of it."""
-
-    rest: bool
-    """Whether it was the rest of an earlier epoch that was being read."""
-    size: int
-    """Rows of the epoch."""
-    drawn: int
-    """How many of them were drawn."""
-    key: int
-    """Key of the epoch's order."""
-    shuffle: Shuffle
-    starts: Int64Array | None = None
-    """First row of each packing window, where rows are packed in windows; follows from what the rows are."""
-
-    def unseen(self, rows: Int64Array) -> BoolArray:
-        """Say which rows, numbered within the epoch, were not drawn yet."""
-        order = EpochOrder(
-            size=self.size, key=np.uint64(self.key), numbers=self.shuffle.numbers, starts=self.starts
-        )
-        return order.places(rows) >= self.drawn
-
-    def describe(self) -> dict[str, int | str | bool]:
-        """Return what decides which rows were drawn, as JSON."""
-        return {
-            "rest": self.rest,
-            "size": self.size,
-            "drawn": self.drawn,
-            "key": f"{self.key:016x}",
-            **self.shuffle.describe(),
-        }
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Held:
-    """What some rows hold, together."""
-
-    tokens: int
-    """Input slots that hold a token; the others are padding."""
-    trained: int
-    """Labels that masks leave."""
-
-    def __add__(self, other: Held) -> Held:
-        return Held(tokens=self.tokens + other.tokens, trained=self.trained + other.trained)
-
-
-NOTHING = Held(tokens=0, trained=0)
-
-
-class Rows(Protocol):
-    """The rows of one source at one sequence length, as far as every source knows them."""
-
-    @property
-    def seq_len(self) -> int:
-        """How many tokens of a row are inputs; it holds one more, so that every label exists."""
-        ...
-
-    @property
-    def row_slots(self) -> int:
-        """How many input slots a row has, over all its arrays."""
-        ...
-
-    @property
-    def description(self) -> Mapping[str, int | str | bool]:
-        """What decides the content of the rows, as JSON: equal descriptions mean equal rows."""
-        ...
-
-    @property
-    def epoch_description(self) -> Mapping[str, int | str | bool]:
-        """What decides the rows of a whole epoch: the description, less the rest before the first one."""
-        ...
-
-    @property
-    def cross_document_labels(self) -> bool:
-        """Whether the first token of a document is the label of the last token of the one before it."""
-        ...
-
-    @property
-    def segment_multiple(self) -> int:
-        """To a multiple of how many columns every segment of a row is filled up with padding."""
-        ...
-
-    @property
-    def counted(self) -> CountedRows | None:
-        """These rows, where all rows of an epoch are known; None where rows are made as they are drawn."""
-        ...
-
-
-class CountedRows(Rows, Protocol):
-    """Rows of which an epoch is known before the first is read: how many there are, and what each is made of."""
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows an epoch has."""
-        ...
-
-    @property
-    def num_rest(self) -> int:
-        """How many rows come before the first epoch: what a stage before left of the source, packed anew.
-
-        They are numbered from `num_rows` on.
-        """
-        ...
-
-    @property
-    def index_arrays(self) -> Sequence[tuple[AnyArray, bool]]:
-        """Arrays that say what the rows are made of, each with whether it is mapped from a file."""
-        ...
-
-    def window_starts(self, *, rest: bool) -> Int64Array | None:
-        """Return the first row of each packing window of an epoch, or of the rest, and the end.
-
-        None where rows are not packed in windows: those that follow each other are neighbours at rest.
-        """
-        ...
-
-    def following(self, previous: CountedRows, seen: Seen) -> CountedRows:
-        """Return these rows, preceded by what is left of an epoch of the rows that a stage before used."""
-        ...
-
-    def fates(self) -> Fates:
-        """Return what becomes of every token of the source in an epoch."""
-        ...
-
-    def held(self, rows: Int64Array) -> Held:
-        """Return what the given rows hold; no token is read for it, but masks are."""
-        ...
-
-    def spans(self, rows: Int64Array) -> Spans:
-        """Return what the given rows are made of, in the order given."""
-        ...
-
-    def rows_of(self, documents: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the rows that hold tokens of documents, and the index in `documents` that each row is for.
-
-        Rows are ordered by that index, then ascending; a document that no row holds has none.
-        """
-        ...
 
 
 # From steps to rows, and from rows back to steps: the kernels that join mixture and shuffle.
@@ -600,7 +445,7 @@ def _epochs(
     for line, places in _by_line(lines, len(stage.names)):
         rest, size = (int(stage.table[line, column]) for column in (REST, SIZE))
         if not size:
-            continue  # a row that is not counted is known by its ordinal alone
+            continue  # without epochs, a row is known by its ordinal alone
         drawn = ordinals[places]
         first, last = (_epoch_of(int(ordinal), rest, size) for ordinal in (drawn.min(), drawn.max()))
         for epoch in range(first, last + 1):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from tokenmill.errors import PlanError
-from tokenmill.plan.stages import CountedRows, Stage, uses_in_stage
+from tokenmill.plan.rows import Rows
+from tokenmill.plan.stages import Stage, uses_in_stage
 from tokenmill.types import Int64Array, Span, counted_from, distinct
 
 _WHOLE = np.iinfo(np.int64).max
@@ -94,8 +95,8 @@ def find_uses(
     for stage in stages:
         if source not in stage.names or stage.spec.skipped is not None:
             continue
-        if index is not stage.counted(source) or entries is None:
-            index = stage.counted(source)
+        if index is not stage.rows[source] or entries is None:
+            index = stage.rows[source]
             entries = _find_entries(index, queries)
         steps, slots, rows = uses_in_stage(stage, source, entries.rows)
         place = np.searchsorted(entries.rows, rows)
@@ -136,7 +137,7 @@ def _sort_queries(documents: Int64Array, starts: Int64Array | None, ends: Int64A
     return _Queries(number=order, document=document[order], start=start[order], end=end[order])
 
 
-def _find_entries(index: CountedRows, queries: _Queries) -> _Entries:
+def _find_entries(index: Rows, queries: _Queries) -> _Entries:
     """Return the spans of rows that hold a part of a query."""
     rows = distinct(index.rows_of(queries.documents)[0])
     spans = index.spans(rows)

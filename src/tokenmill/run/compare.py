@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from tokenmill.config.run import Config
-from tokenmill.packing.records import RecordRows
+from tokenmill.packing.stored import StoredRows, stored_rows
 from tokenmill.plan.plan import Plan
-from tokenmill.plan.stages import CountedRows, Stage, rows_at
+from tokenmill.plan.stages import Stage, rows_at
 from tokenmill.run.history import Change, PlanRecord, begins, cause, changes
 from tokenmill.run.run import LIMIT_ROWS
 from tokenmill.tables import as_json
-from tokenmill.types import BoolArray, Int64Array, counted_from
+from tokenmill.types import BoolArray, Int64Array
 
 _BLOCK_ROWS = 1 << 16
 """Rows that are computed together."""
@@ -185,8 +185,8 @@ def _blocks(old: Plan, new: Plan, start: int, limit_rows: int, progress: Progres
             yield _Block(first=run.first, end=run.end, rows=run.rows, differing=run.rows)
             continue
         # What a row of live text holds depends on all that were drawn before it.
-        counted = all(rows.counted is not None for rows in run.old.rows.values())
-        if same_contract and counted and run.old.draws_like(run.new):
+        is_known = all(rows.has_epochs for rows in run.old.rows.values())
+        if same_contract and is_known and run.old.draws_like(run.new):
             yield _Block(first=run.first, end=run.end, rows=run.rows, differing=0)
             continue
         sides = ((run.old, old.sources), (run.new, new.sources))
@@ -219,16 +219,17 @@ def _same_slots(sides: _Sides, first: int, end: int, *, same_contract: bool) -> 
             chosen = np.flatnonzero((old_sources == old_source) & (new_sources == new_source))
             if chosen.size:
                 (stage, names), (new_stage, new_names) = sides
-                old, new = stage.rows[names[old_source]].counted, new_stage.rows[new_names[new_source]].counted
+                old = stored_rows(stage).get(names[old_source])
+                new = stored_rows(new_stage).get(new_names[new_source])
                 same[chosen] = _same_rows(old, old_rows[chosen], new, new_rows[chosen], same_contract=same_contract)
     counts: Int64Array = same.reshape(end - first, shared).sum(axis=1)
     return counts
 
 
 def _same_rows(
-    old: CountedRows | None,
+    old: StoredRows | None,
     old_rows: Int64Array,
-    new: CountedRows | None,
+    new: StoredRows | None,
     new_rows: Int64Array,
     *,
     same_contract: bool,
@@ -249,28 +250,4 @@ def _same_rows(
     ]
     if ways[0] != ways[1]:
         return nothing
-    if old.description["packing"] == "records":  # and so do the others, because they are of the same store
-        return _same_records(cast("RecordRows", old), old_rows, cast("RecordRows", new), new_rows)
-    left, right = old.spans(old_rows), new.spans(new_rows)
-    same = left.count == right.count
-    both = np.flatnonzero(same)
-    left_order, right_order = (counted_from(spans.first[both], spans.count[both]) for spans in (left, right))
-    differs = np.zeros(left_order.size, np.bool_)
-    for name in ("document", "start", "length", "joined"):
-        differs |= getattr(left, name)[left_order] != getattr(right, name)[right_order]
-    same[np.repeat(both, left.count[both])[differs]] = False
-    return same
-
-
-def _same_records(old: RecordRows, old_rows: Int64Array, new: RecordRows, new_rows: Int64Array) -> BoolArray:
-    """Return which records are the same and cut at the same places."""
-    old_records, new_records = old.records(old_rows), new.records(new_rows)
-    same: BoolArray = old_records == new_records
-    if old.policy.describe() == new.policy.describe():
-        return same
-    both = np.flatnonzero(same)
-    for key in old.parts:
-        items, owner = old.items(key, old_records[both])
-        (_, first, length), (_, new_first, new_length) = old.locate(key, items), new.locate(key, items)
-        same[both[owner[(first != new_first) | (length != new_length)]]] = False
-    return same
+    return old.same_rows(old_rows, new, new_rows)

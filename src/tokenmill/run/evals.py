@@ -22,17 +22,18 @@ from tokenmill.config.evals import EvalConfig, EvalSource
 from tokenmill.config.schedule import check_alone, check_multiple, long_documents, read_tokens
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.loader import Layout, Loader, LoaderOptions, RankSlice, usual_arrays
-from tokenmill.loader.buffers import is_stored
 from tokenmill.loader.layout import find_layout
 from tokenmill.packing import Policy, RecordRows, pack_rows
 from tokenmill.packing.holes import digest_numbers
 from tokenmill.packing.index import chosen_documents
-from tokenmill.packing.rows import StoredRows, TakenRows, count_held
+from tokenmill.packing.joined import take_rows
+from tokenmill.packing.stored import StoredRows, count_held, stored_rows
 from tokenmill.plan.compile import compile_in_turn
 from tokenmill.plan.mixture import exact_weight
 from tokenmill.plan.order import Shuffle
 from tokenmill.plan.plan import Plan
-from tokenmill.plan.stages import NOTHING, Held, StageSpec
+from tokenmill.plan.rows import NOTHING, TokenCounts
+from tokenmill.plan.stages import StageSpec
 from tokenmill.run.loading import check_columns
 from tokenmill.store import Store
 from tokenmill.store.hashes import EMPTY, hash_documents, read_hashes
@@ -139,11 +140,11 @@ class Eval:
         return sum(part.taken for part in self.parts)
 
     @cached_property
-    def held(self) -> Held:
+    def held(self) -> TokenCounts:
         """Tokens and labels of all its rows; masks are read for it, but no token."""
         total = NOTHING
         for part in self.parts:
-            total += count_held(TakenRows(rows=part.rows, taken=part.taken, num_rows=part.taken))
+            total += count_held(take_rows(part.rows, part.taken, part.taken))
         return total
 
     @cached_property
@@ -246,11 +247,7 @@ class Eval:
         parts = [part for part in self.parts if part.taken]
         fill = -self.num_rows % batch
         rows = {
-            part.name: TakenRows(
-                rows=part.rows,
-                taken=part.taken,
-                num_rows=part.taken + (fill if part is parts[-1] else 0),
-            )
+            part.name: take_rows(part.rows, part.taken, part.taken + (fill if part is parts[-1] else 0))
             for part in parts
         }
         spec = StageSpec(
@@ -490,7 +487,7 @@ def _trained(run: Run, name: str, evals: Mapping[str, Sequence[_Documents]]) -> 
         unknown = f"{name!r} is live text, of which documents have no hashes; prepare it"
         return _Trained(name=name, store=None, rows=(), matches=None, unknown=unknown)
     stages = [stage for stage in run.plan().stages if name in stage.names and stage.spec.skipped is None]
-    rows = {id(rows): rows for rows in (stage.rows[name] for stage in stages) if is_stored(rows)}
+    rows = {id(rows): rows for rows in (stored_rows(stage)[name] for stage in stages)}
     trained = _Trained(name=name, store=store, rows=tuple(rows.values()), matches=None, unknown=None)
     matches = _find(trained, store, evals)
     if matches is not None:

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from tokenmill.errors import ConfigError
-from tokenmill.loader.buffers import is_stored
 from tokenmill.loader.loader import block_rows, held_bytes
-from tokenmill.packing.rows import LOSS_MASK, StoredRows
+from tokenmill.packing.stored import LOSS_MASK, StoredRows, stored_rows
 from tokenmill.plan.order import EpochOrder, Shuffle
 from tokenmill.plan.stages import Stage
 from tokenmill.run.run import Run
@@ -156,9 +155,8 @@ def report_reading(
     for stage in run.plan().stages:
         if stage.spec.skipped is not None:
             continue
-        for name in stage.names:
-            rows = stage.rows[name]
-            if not is_stored(rows) or not stage.draws[name]:
+        for name, rows in stored_rows(stage).items():
+            if not stage.draws[name]:
                 continue
             for mode in dict.fromkeys((*SHUFFLES, stage.spec.shuffle.mode)):
                 key = (stage.spec.name, name, mode)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
-from typing import Any, TypeAlias, cast
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +20,15 @@ from tokenmill.hooks import attached
 from tokenmill.inspect.audit import Audit, audit
 from tokenmill.loader import LoaderOptions
 from tokenmill.loader.balance import balance, group_edges, step_costs, waiting
-from tokenmill.loader.buffers import RECORD_ARRAYS, is_stored, record_type, stage_shapes
+from tokenmill.loader.buffers import RECORD_ARRAYS, record_type, stage_shapes
 from tokenmill.packing.concat import ConcatRows
 from tokenmill.packing.holes import QUARANTINED, are_excluded
-from tokenmill.packing.records import RecordRows, responses_of
-from tokenmill.packing.rows import FollowingRows, PackedRows, count_ones
+from tokenmill.packing.records import responses_of
+from tokenmill.packing.stored import StoredRows, count_ones, stored_rows
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.report import PlanReport, StageChange, report, step_of, warnings
-from tokenmill.plan.stages import CountedRows, Stage
+from tokenmill.plan.rows import Rows
+from tokenmill.plan.stages import Stage
 from tokenmill.run.evals import Overlap, overlaps
 from tokenmill.run.history import read_history
 from tokenmill.run.run import Run
@@ -45,7 +46,6 @@ from tokenmill.types import (
     token_arrays,
 )
 
-AnyRows: TypeAlias = ConcatRows | PackedRows | RecordRows
 AUDITED_ITEMS = 1 << 16
 """Of each array with a mask, so that a report takes no longer for a larger store."""
 
@@ -213,8 +213,8 @@ def _costs(run: Run, counted: PlanReport) -> Costs:
             tokens = share.held + (0 if store.manifest.kind in RECORD_TYPES else share.rows)
             keys = (token_keys(store.keys)[0], *_masks(store)[:1])
             read[share.stage] += tokens * sum(np.dtype(store.manifest.keys[key]).itemsize for key in keys)
-    indexes = [rows.counted for part in plan.stages for rows in part.rows.values()]
-    arrays = [item for index in indexes if index is not None for item in index.index_arrays]
+    indexes = [rows for part in plan.stages for rows in part.rows.values()]
+    arrays = [item for index in indexes for item in index.index_arrays]
     sizes = {id(array): (array.nbytes, mapped) for array, mapped in arrays}
     return Costs(
         read_bytes=sum(read.values()),
@@ -227,9 +227,9 @@ def _costs(run: Run, counted: PlanReport) -> Costs:
     )
 
 
-def _is_stream(index: CountedRows | None) -> bool:
+def _is_stream(index: Rows) -> bool:
     """Return whether rows are cut from one stream of tokens, so that each is full."""
-    return index is not None and index.description["packing"] == "concat" and not index.num_rest
+    return index.has_epochs and index.description["packing"] == "concat" and not index.num_rest
 
 
 def _row_bytes(run: Run, part: Stage) -> int:
@@ -255,7 +255,7 @@ def _imbalance(run: Run) -> Iterator[Imbalance]:
     for _, parts in groupby(run.plan().stages, key=lambda part: part.spec.number):
         part = max(parts, key=lambda part: part.num_steps * (part.spec.skipped is None))
         batch, seq_len = part.spec.global_batch_size, part.spec.seq_len
-        if part.spec.skipped is not None or not all(is_stored(rows) for rows in part.rows.values()):
+        if part.spec.skipped is not None or not all(rows.has_epochs for rows in part.rows.values()):
             continue
         steps = np.unique(np.linspace(part.spec.start_step, part.end_step - 1, _SOME_STEPS).astype(int))
         squares = np.stack([step_costs(run.plan(), step) for step in steps.tolist()])
@@ -505,11 +505,11 @@ def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
     parts = {part.spec.number: part for part in reversed(run.plan().stages)}
     for number, stage in enumerate(run.config.resolved_stages):
         packing = stage_packing(run.sources, stage)
-        for name, rows in parts[number].rows.items():
-            store = run.stores.get(name)
-            if store is None or not is_stored(rows) or not any(key in MASK_KEYS for key in store.keys):
-                continue  # text without a mask, live or stored
-            full = cast("AnyRows", rows.full if isinstance(rows, FollowingRows) else rows)
+        for name, rows in stored_rows(parts[number]).items():
+            store = run.stores[name]
+            if not any(key in MASK_KEYS for key in store.keys):
+                continue  # text without a mask
+            full = rows.whole_epoch
             # Records that evals hold out, or that are in quarantine when the stage begins, lose nothing.
             records = f"{store.num_documents - full.excluded.size:,} records of {name!r}"
             if packing == "concat":
@@ -522,18 +522,19 @@ def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
                 yield f"stage {stage.name!r}: {sentence}"
 
 
-def _cut_anywhere(stage: ResolvedStage, rows: AnyRows, records: str, *, count: bool) -> str | None:
+def _cut_anywhere(stage: ResolvedStage, rows: StoredRows, records: str, *, count: bool) -> str | None:
     """Say how many records `concat` cuts."""
     some = "some"
     if count:
-        cut = count_crossing(cast("ConcatRows", rows))
+        assert isinstance(rows, ConcatRows)
+        cut = count_crossing(rows)
         if not cut:
             return None
         some = f"{cut:,}"
     return f"{some} of {records} are cut where a row of {stage.seq_len:,} tokens ends: {_CUT}; {_BEST_FIT}"
 
 
-def _cropped(stage: ResolvedStage, rows: AnyRows, records: str, *, count: bool) -> str | None:
+def _cropped(stage: ResolvedStage, rows: StoredRows, records: str, *, count: bool) -> str | None:
     """Say how many records `bos_best_fit` cuts; where it discards the rest, no answer loses its question."""
     if stage.crop == "discard":
         return None
@@ -546,7 +547,7 @@ def _cropped(stage: ResolvedStage, rows: AnyRows, records: str, *, count: bool) 
     )
 
 
-def _longer(stage: ResolvedStage, rows: AnyRows, records: str, packing: str, *, count: bool) -> str | None:
+def _longer(stage: ResolvedStage, rows: StoredRows, records: str, packing: str, *, count: bool) -> str | None:
     """Say how many records are longer than a row of `best_fit` or `padded`, and what they lose."""
     split = long_documents(stage.on_long, packing)
     if count:

@@ -22,7 +22,8 @@ from tokenmill.plan.compile import compile_plan
 from tokenmill.plan.mixture import exact_weight
 from tokenmill.plan.order import Shuffle
 from tokenmill.plan.plan import Plan
-from tokenmill.plan.stages import Ramp, Rows, StageSpec, Weights
+from tokenmill.plan.rows import Rows
+from tokenmill.plan.stages import Ramp, StageSpec, Weights
 from tokenmill.run.sources import Sources
 from tokenmill.tables import Number
 from tokenmill.types import NO_DOCUMENTS, WHOLE_PACKINGS, Int64Array
@@ -39,13 +40,14 @@ def compile_run(config: Config, sources: Sources) -> Plan:
     check_padding(config, sources, config.run.pad_to)
     errors, stops = limits(config)
     run = config.run
+    horizon = {"horizon": f"{run.horizon} within the row"} if run.horizon > 1 else {}
     return compile_plan(
         list(stage_specs(config, sources)),
         sources=config.source_names,
         steps=config.steps,
         max_epochs=errors,
         stops=stops,
-        contract={"positions": run.positions} | ({"horizon": str(run.horizon)} if run.horizon > 1 else {}),
+        contract={"positions": run.positions, **horizon},
     )
 
 
@@ -158,9 +160,8 @@ class _Shares:
 
     def _size(self, name: str, counted: str) -> int:
         rows = self._all_rows(name)
-        assert rows.counted is not None, "the config rejects such weights for live text"
         manifest = self.sources.stores[name].manifest
-        sizes = {"tokens": manifest.tokens, "documents": manifest.documents, "rows": rows.counted.num_rows}
+        sizes = {"tokens": manifest.tokens, "documents": manifest.documents, "rows": rows.num_rows}
         if not sizes[counted]:
             raise ConfigError(
                 f"source {name!r}: it has no {counted}, so weights = {counted!r} gives it no share; remove it"
@@ -211,8 +212,7 @@ class _Shares:
 
 def tokens_of_a_row(rows: Rows) -> Fraction:
     """Return the mean number of tokens of a row, without padding."""
-    assert rows.counted is not None, "the config rejects such weights for live text"
-    fates = rows.counted.fates()
+    fates = rows.fates()
     return Fraction(max(fates.rows * rows.row_slots - fates.padding, 1), max(fates.rows, 1))
 
 
@@ -245,8 +245,7 @@ def count_epochs(config: Config, sources: Sources, epochs: Number) -> tuple[Epoc
     """Count the rows of an epoch; return the count, and the config with steps instead of epochs."""
     one_step = replace(config.run, steps=1, epochs=None, weights="rows")
     (spec,) = stage_specs(replace(config, run=one_step, skip=()), sources)
-    counted = {name: rows.counted for name, rows in spec.rows.items()}
-    rows = {name: index.num_rows for name, index in counted.items() if index is not None and index.num_rows}
+    rows = {name: each.num_rows for name, each in spec.rows.items() if each.has_epochs and each.num_rows}
     if not rows:
         raise ConfigError("run: no source has a row, so an epoch is empty; add documents")
     wanted, batch = ceil(exact_weight(epochs) * sum(rows.values())), config.clock.stretches[0].batch

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tests.fault_proxy import Faults, fault_proxy
 
-from tokenmill.packing.rows import next_uses
+from tokenmill.loader.fetch import next_uses
 from tokenmill.plan.stages import LAST_STEP
 from tokenmill.run.run import Run
 from tokenmill.store import verify

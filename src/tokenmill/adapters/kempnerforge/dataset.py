@@ -26,7 +26,7 @@ from tokenmill.fingerprint import digest
 from tokenmill.live import LiveLoader, LiveOptions, open_live
 from tokenmill.loader import IGNORE
 from tokenmill.loader.buffers import BufferPool
-from tokenmill.packing.rows import LOSS_MASK
+from tokenmill.packing.stored import LOSS_MASK
 from tokenmill.store import Store, open_store
 from tokenmill.store.foreign.files import memmap_tokens
 from tokenmill.store.layout import is_ours
