@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import islice
 from math import gcd
 from pathlib import Path
@@ -24,7 +23,7 @@ from tokenmill.view.tables import Table
 if TYPE_CHECKING:
     from tokenmill.encode.tokenizer import Tokenizer
     from tokenmill.loader import Loader
-    from tokenmill.plan.uses import RowUse
+    from tokenmill.run.uses import BatchRow
     from tokenmill.store import Origin, Store
     from tokenmill.types import Span
 
@@ -265,7 +264,7 @@ def what(
     assert step is not None  # one of the two
     opened = ui.open_run(run, world_size or None)
     plan = opened.plan()
-    uses = plan.what(step)
+    uses = opened.what(step)
     if rank is not None:
         size = 1 if world_size is None else world_size
         if not 0 <= rank < size or len(uses) % size:
@@ -297,7 +296,7 @@ def what(
         for span in use.spans:
             words = ui.printable(excerpt(store, span, decoder)).replace("\n", "") if decoder else None
             origin = store.origin(span.document)
-            spans.append({**asdict(span), "origin": origin, "text": words})
+            spans.append({**_span_json(span), "document": span.document, "origin": origin, "text": words})
             tokens = f"{span.start}:{span.start + span.length}"
             kept = [f"{name}={value}" for name, value in origin.kept.items()]
             below.append([*map(ui.printable, kept), *([words] if words is not None else [])])
@@ -345,14 +344,13 @@ def when(
     if (document is None) == (find is None):
         raise ConfigError("when: expected one of --document and --find; for example --find url=https://...")
     opened = ui.open_run(run, world_size)
-    plan = opened.plan()
     documents = [document] if document is not None else []
     if find is not None:
         with ui.busy("reading kept fields"):
             documents = ui.find_documents(source_store(opened, source), find)
     found = []
     for number in documents:
-        uses = plan.when(source, number)
+        uses = opened.when(source, number)
         found.append((number, opened.stores[source].origin(number), uses))
     if json:
         shown = [_uses_json(source, *each) for each in found]
@@ -365,20 +363,24 @@ def when(
         raise typer.Exit(1)
 
 
-def _uses_json(source: str, document: int, origin: Origin, uses: Sequence[RowUse]) -> dict[str, Any]:
+def _span_json(span: Span) -> dict[str, int]:
+    return {"start": span.start, "length": span.length}
+
+
+def _uses_json(source: str, document: int, origin: Origin, uses: Sequence[BatchRow]) -> dict[str, Any]:
     listed = [
         {
             "step": use.step,
             "slot": use.slot,
             "row": use.row,
-            "spans": [{"start": span.start, "length": span.length} for span in use.spans],
+            "spans": [_span_json(span) for span in use.spans],
         }
         for use in uses
     ]
     return {"source": source, "document": document, "origin": origin, "uses": listed}
 
 
-def _show_uses(source: str, document: int, origin: Origin, uses: Sequence[RowUse]) -> None:
+def _show_uses(source: str, document: int, origin: Origin, uses: Sequence[BatchRow]) -> None:
     rows = [
         (use.step, use.slot, use.row, ", ".join(f"{s.start}:{s.start + s.length}" for s in use.spans))
         for use in uses

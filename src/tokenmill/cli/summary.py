@@ -12,9 +12,9 @@ from tokenmill.view.tables import Table, batch_size, megabytes, totals
 
 if TYPE_CHECKING:
     from tokenmill.plan.report import SourceShare
-    from tokenmill.plan.uses import RowUse
     from tokenmill.run.reading import ReadingReport
     from tokenmill.run.report import RunReport
+    from tokenmill.run.uses import BatchRow
 
 Part: TypeAlias = "Table | tuple[str, str]"
 """A table, or a sentence and its kind, which may be empty."""
@@ -171,7 +171,7 @@ def verdict_table(verdicts: Sequence[tuple[str, str]]) -> Table:
 
 
 def step_parts(
-    step: int, stage: str, seq_len: int, uses: Sequence[RowUse], texts: Sequence[Mapping[str, object]]
+    step: int, stage: str, seq_len: int, uses: Sequence[BatchRow], texts: Sequence[Mapping[str, object]]
 ) -> Iterator[Part]:
     """Yield what a step holds: how many rows of which source, and its first documents with their texts."""
     counts = Counter(use.source for use in uses)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import groupby
 
 import numpy as np
 
@@ -164,16 +165,9 @@ def _find_entries(index: Rows, queries: _Queries) -> _Entries:
 
 
 def as_row_uses(uses: DocumentUses, source: str) -> Iterator[RowUse]:
-    """Yield the uses of one query as objects: one per row, with its spans of the query's document."""
-    columns = (uses.step, uses.slot, uses.row, uses.document, uses.start, uses.length)
-    row: RowUse | None = None
-    for step, slot, number, document, start, length in zip(*(column.tolist() for column in columns), strict=True):
-        span = Span(document=document, start=start, length=length)
-        if row is not None and (row.step, row.slot) == (step, slot):
-            row = RowUse(step=step, slot=slot, source=source, row=number, spans=(*row.spans, span))
-            continue
-        if row is not None:
-            yield row
-        row = RowUse(step=step, slot=slot, source=source, row=number, spans=(span,))
-    if row is not None:
-        yield row
+    """Yield the uses as objects, in their order: one per query and row, with its spans of the query's document."""
+    columns = (uses.query, uses.step, uses.slot, uses.row, uses.document, uses.start, uses.length)
+    entries = zip(*(column.tolist() for column in columns), strict=True)
+    for (_, step, slot, row), spans in groupby(entries, key=lambda entry: entry[:4]):
+        found = tuple(Span(document=document, start=start, length=length) for *_, document, start, length in spans)
+        yield RowUse(step=step, slot=slot, source=source, row=row, spans=found)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tokenmill.errors import ConfigError, PlanError, nearest
 from tokenmill.inspect.examples import span_ids
 from tokenmill.inspect.stores import text_of
+from tokenmill.plan.uses import as_row_uses
 from tokenmill.types import AnyArray, Span
 
 if TYPE_CHECKING:
@@ -110,5 +111,5 @@ def find_uses(run: Run, source: str, document: int | None, fields: Mapping[str, 
     if document is not None:
         return with_texts(run, run.plan().when(source, document))
     documents = source_store(run, source).find(**fields)
-    uses = [use for number in documents.tolist() for use in run.plan().when(source, number)]
-    return with_texts(run, tuple(sorted(uses, key=lambda use: (use.step, use.slot))))
+    uses = run.plan().when_many(source, documents)
+    return with_texts(run, tuple(sorted(as_row_uses(uses, source), key=lambda use: (use.step, use.slot))))

@@ -347,7 +347,7 @@ def step_view(opened: Opened, parameters: Parameters) -> StepView:
 def strip_view(opened: Opened, parameters: Parameters) -> StripView:
     """Show one strip of a row, token by token."""
     run, step, slot = opened.the_run, number(parameters, "step"), number(parameters, "slot")
-    source = run.plan().what(step)[slot : slot + 1]
+    source = run.what(step)[slot : slot + 1]
     tokenizer = kept_tokenizer(opened.stores[source[0].source]) if source else None
     strip, first, count = (
         number(parameters, name, default) for name, default in (("strip", 0), ("first", 0), ("count", MAX_TOKENS))
@@ -438,7 +438,7 @@ def document_view(opened: Opened, parameters: Parameters) -> DocumentView:
     name, store = opened.store(parameters.get("source", ""))
     document, first = number(parameters, "document"), number(parameters, "first")
     tokenizer = kept_tokenizer(store)
-    uses = opened.run.plan().when(name, document) if opened.run else ()
+    uses = opened.run.when(name, document) if opened.run else ()
     return DocumentView(
         source=name,
         num_documents=store.num_documents,
