@@ -3,6 +3,8 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shutil
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
@@ -159,6 +161,107 @@ def test_what_is_no_path_is_refused_at_every_front_door(tmp_path, monkeypatch, e
 def test_arguments_of_another_type_are_refused_before_anything_is_read(arguments, message):
     with pytest.raises(tm.ConfigError, match=re.escape(message)):
         tm.prepare("nowhere.jsonl", out="nowhere", **arguments)
+
+
+WRONG = [None, 5.5, b"x", {}, [], object(), -1, slice(0, 2), float("nan"), ("a",)]
+BUILT = {"seq_len": 128, "global_batch_size": 8, "steps": 10}
+DOORS = {
+    "Run": tm.Run,
+    "Run.from_tables": tm.Run.from_tables,
+    "Run.from_tables folder": lambda value: tm.Run.from_tables({"run": {}}, folder=value),
+    **{
+        f"Run.build {name}": lambda value, name=name: tm.Run.build(
+            **{"stores": "stores/demo", **BUILT, name: value}
+        )
+        for name in inspect.signature(tm.Run.build).parameters
+    },
+    **{
+        f"{record.__name__} {name}": lambda value, record=record, given=given, name=name: record(
+            **{**given, name: value}
+        )
+        for record, given in (
+            (tm.RunConfig, BUILT),
+            (tm.SourceConfig, {"name": "a", "store": "b"}),
+            (tm.StageConfig, {"name": "a", "start_step": 0}),
+            (tm.SkipConfig, {"steps": "0:1"}),
+            (tm.QuarantineConfig, {"source": "a", "from_step": 0}),
+            (tm.EvalConfig, {"name": "a", "source": "b"}),
+            (tm.Layout, {}),
+        )
+        for name in (item.name for item in fields(record))
+    },
+    **{
+        f"{function.__name__} {name}": lambda value, function=function, given=given, name=name: function(
+            **{**given, name: value}
+        )
+        for function, given in (
+            (tm.open_store, {"path": "stores/demo"}),
+            (tm.open_tokenizer, {"spec": "bytes"}),
+            (tm.verify, {"path": "stores/demo"}),
+            (tm.detect_format, {"path": "stores/demo"}),
+            (tm.import_store, {"path": "stores/demo", "out": "out"}),
+            (tm.export_store, {"path": "stores/demo", "out": "out", "format": "npy"}),
+            (tm.upload, {"store": "stores/demo", "address": "file:///nowhere/at/all"}),
+        )
+        for name in inspect.signature(function).parameters
+    },
+}
+OPENED = {
+    **{
+        f"Run.loader {name}": lambda value, run, name=name: run.loader(**{name: value})
+        for name in inspect.signature(tm.Run.loader).parameters
+        if name != "self"
+    },
+    "loader[...]": lambda value, loader: loader[value],
+    "loader.batch_at": lambda value, loader: loader.batch_at(value),
+    "loader.seek": lambda value, loader: loader.seek(value),
+    "loader.load_state_dict": lambda value, loader: loader.load_state_dict(value),
+    "loader.metrics": lambda value, loader: loader.metrics(prefix=value),
+    "run.what": lambda value, run: run.what(value),
+    "run.when source": lambda value, run: run.when(value, 17),
+    "run.when document": lambda value, run: run.when("demo", value),
+    "run.diff": lambda value, run: run.diff(value),
+    "run.fork at": lambda value, run: run.fork(at=value, to="new.toml"),
+    "run.fork to": lambda value, run: run.fork(at=5, to=value),
+    "run.to_toml": lambda value, run: run.to_toml(value),
+    "run.record_batches": lambda value, run: run.record_batches(value, 0, 1),
+    "run.check_batches": lambda value, run: run.check_batches(value),
+    "run.evals[...]": lambda value, run: run.evals[value],
+    "run.lr_schedule": lambda value, run: run.lr_schedule(warmup_tokens=value),
+    "plan.rows": lambda value, run: run.plan().rows(value),
+    "plan.what": lambda value, run: run.plan().what(value),
+    "plan.when": lambda value, run: run.plan().when(value, 1),
+    "plan.tokens_seen": lambda value, run: run.plan().tokens_seen(value),
+    "store[...]": lambda value, store: store[value],
+    "store.find": lambda value, store: store.find(url=value),
+    "store.fetch": lambda value, store: store.fetch(value, 5, "sequence"),
+    "store.fetch key": lambda value, store: store.fetch(0, 5, value),
+    "store.fetch_record": lambda value, store: store.fetch_record(value),
+    "store.origin": lambda value, store: store.origin(value),
+}
+
+
+@pytest.fixture(scope="module")
+def objects(demo_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("doors")
+    shutil.copytree(demo_folder, folder, dirs_exist_ok=True)
+    run = tm.Run.from_toml(folder / "run.toml")
+    return {
+        "folder": folder,
+        "run": run,
+        "loader": run.loader(),
+        "store": tm.open_store(folder / "stores" / "demo"),
+    }
+
+
+@pytest.mark.parametrize("door", [*DOORS, *OPENED])
+def test_no_front_door_answers_with_an_error_of_python(objects, monkeypatch, door):
+    monkeypatch.chdir(objects["folder"])
+    call = DOORS.get(door) or OPENED[door]
+    taken = {name: value for name, value in objects.items() if name in inspect.signature(call).parameters}
+    for value in WRONG:
+        with suppress(tm.TokenmillError):  # some values are right, such as None for what may be left out
+            call(value, **taken)
 
 
 @pytest.mark.parametrize("field", fields(tm.PrepareOptions), ids=lambda field: field.name)

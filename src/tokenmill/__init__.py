@@ -78,6 +78,7 @@ attach(
     {
         "text_of": "tokenmill.inspect.stores",
         "run_html": "tokenmill.view.notebook",
+        "compiled_plan_html": "tokenmill.view.notebook",
         "report_html": "tokenmill.view.notebook",
         "store_html": "tokenmill.view.notebook",
         "open_viewer": "tokenmill.view.notebook",

@@ -309,8 +309,8 @@ def check_instance(name: str, value: object, kind: type | tuple[type, ...], way_
 
 
 def check_callable(name: str, value: object) -> None:
-    """Check that an argument is None or can be called."""
-    if value is not None and not callable(value):
+    """Check that an argument can be called."""
+    if not callable(value):
         raise ConfigError(f"{name}: expected a function, got {value!r}; leave it out")
 
 

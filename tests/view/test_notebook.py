@@ -35,6 +35,13 @@ def test_a_run_and_its_report_show_the_tables_of_plan(folder):
         assert text in report
 
 
+def test_a_plan_shows_its_picture_and_its_stages(folder):
+    page = page_of(tm.Run.from_toml(folder / "run.toml").plan()._repr_html_())
+    assert "<svg" in page
+    assert "first step" in page
+    assert "late" in page
+
+
 def test_a_store_shows_facts_and_examples_with_texts_escaped(folder):
     store = tm.open_store(folder / "stores" / "web")
     page = page_of(store._repr_html_())

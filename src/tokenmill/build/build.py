@@ -221,7 +221,8 @@ def prepare(  # noqa: PLR0913 - the front door
         (2, 10)
     """
     check_types(rebuild=(rebuild, bool), progress=(progress, bool | None), workers=(workers, int | None))
-    check_callable("on_progress", on_progress)
+    if on_progress is not None:
+        check_callable("on_progress", on_progress)
     options = PrepareOptions() if options is None else options
     show = _show_of(progress, on_progress)
     build = partial(

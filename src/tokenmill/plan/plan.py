@@ -13,6 +13,7 @@ import numpy as np
 
 from tokenmill.errors import PlanError, nearest, whole
 from tokenmill.fingerprint import digest
+from tokenmill.hooks import attached
 from tokenmill.plan.seen import SourceCounts, SourceSeen, total
 from tokenmill.plan.stages import Stage, as_step, rows_at, stage_at
 from tokenmill.plan.uses import DocumentUses, RowUse, as_row_uses, find_uses
@@ -117,6 +118,11 @@ class Plan:
             lines.append(f"and {len(firsts) - MAX_SHOWN + 1} more stages")
         body = "\n ".join(lines)
         return f"<{body}>"
+
+    def _repr_html_(self) -> str | None:
+        """Show a picture and a table of the stages in a notebook."""
+        html: str | None = attached("compiled_plan_html")(self)
+        return html
 
     @property
     def steps(self) -> int:

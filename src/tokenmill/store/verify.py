@@ -104,6 +104,8 @@ def verify(
     """
     check_callable("progress", progress)
     if options is not None:
+        from tokenmill.store.foreign.files import ForeignOptions
+
         check_instance("options", options, ForeignOptions, "leave it out for a store of tokenmill")
     report = check_store(path, progress=progress, options=options, remote=remote, add_page_sums=add_page_sums)
     _raise_first(report.problems)

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 from tokenmill.errors import ConfigError, MissingExtraError, TokenmillError
 from tokenmill.inspect.examples import examples
 from tokenmill.inspect.stores import inspect_store, kept_tokenizer
+from tokenmill.plan import Plan
+from tokenmill.plan.report import report
 from tokenmill.run.report import RunReport
 from tokenmill.run.run import Run
 from tokenmill.store import Store
-from tokenmill.view.pages import plan_html, standalone, stores_html
+from tokenmill.view.pages import plan_html, standalone, stores_html, table
 from tokenmill.view.picture import text_of, timeline
+from tokenmill.view.tables import stage_table
 from tokenmill.view.views import AUDITED_ITEMS, Opened
 
 if TYPE_CHECKING:
@@ -30,16 +33,26 @@ def run_html(run: Run) -> str | None:
     """Draw what `tokenmill plan --html` shows; None if the run cannot be compiled, so that its repr is shown."""
 
     def body() -> str:
-        report = run.report()
-        picture = timeline(run.plan(), report, run.name, report.quarantined, report.evals)
-        return f"<figure>{picture}</figure>{plan_html(report)}"
+        facts = run.report()
+        picture = timeline(run.plan(), facts, run.name, facts.quarantined, facts.evals)
+        return f"<figure>{picture}</figure>{plan_html(facts)}"
 
     return _framed(f"Run {run.name}", body)
 
 
-def report_html(report: RunReport) -> str | None:
+def compiled_plan_html(plan: Plan) -> str | None:
+    """Draw the shares over the run, and one line per stage."""
+
+    def body() -> str:
+        facts = report(plan)
+        return f"<figure>{timeline(plan, facts, 'plan')}</figure>{table(stage_table(facts))}"
+
+    return _framed(f"Plan {plan.fingerprint[:8]}", body)
+
+
+def report_html(facts: RunReport) -> str | None:
     """Draw the tables of a report."""
-    return _framed("Plan", lambda: plan_html(report))
+    return _framed("Plan", lambda: plan_html(facts))
 
 
 def store_html(store: Store) -> str | None:

@@ -73,7 +73,7 @@ def megabytes(count: int) -> str:
 
 def plan_tables(report: RunReport) -> Iterator[Table]:
     """Yield the report as tables, without columns and tables that have only defaults."""
-    yield _stages(report)
+    yield stage_table(report, horizon=report.horizon, segment_multiple=report.segment_multiple)
     if report.changes:
         listed = report.changes if len(report.changes) <= _MOST_CHANGES else report.changes[: _MOST_CHANGES - 1]
         rows: list[tuple[object, ...]] = [(c.stage, c.step, c.tokens, c.what) for c in listed]
@@ -168,7 +168,8 @@ def _columns(title: str, columns: Sequence[tuple[str, Sequence[object]]], names:
     return Table(title=title, columns=[name for name, _ in shown], rows=rows, names=names)
 
 
-def _stages(report: RunReport) -> Table:
+def stage_table(report: PlanReport, *, horizon: int = 1, segment_multiple: int = 1) -> Table:
+    """Return the facts of the stages, one per line."""
     stages = report.stages
     return _columns(
         "Stages",
@@ -180,8 +181,8 @@ def _stages(report: RunReport) -> Table:
             ("tokens before", [s.start_tokens for s in stages]),
             ("batch", [batch_size(s) for s in stages]),
             ("seq_len", [s.seq_len for s in stages]),
-            ("labels per input", [report.horizon for _ in stages]),
-            ("segments padded to", [report.segment_multiple for _ in stages]),
+            ("labels per input", [horizon for _ in stages]),
+            ("segments padded to", [segment_multiple for _ in stages]),
             ("lr_scale", [s.lr_scale for s in stages]),
             ("rows", [s.rows for s in stages]),
             ("tokens", [s.tokens for s in stages]),
