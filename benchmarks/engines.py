@@ -174,9 +174,10 @@ def drive(num_units: int, work: Path) -> dict[str, Any]:
 
     from tokenmill.build import build as module
     from tokenmill.build import journal as journals
-    from tokenmill.build import plan_units, run_part
+    from tokenmill.build import plan_units, publish, run_part
+    from tokenmill.build.counts import Counts
     from tokenmill.build.engines import run_by
-    from tokenmill.build.job import Answer, Task
+    from tokenmill.build.tasks import Answer, Task
     from tokenmill.documents import InputFile, Piece, Unit
     from tokenmill.encode.recipe.recipe import load_recipe
 
@@ -195,7 +196,7 @@ def drive(num_units: int, work: Path) -> dict[str, Any]:
     ]
 
     def answer(task: bytes) -> bytes:
-        return msgspec.json.encode(Answer(result=replace(known, key=msgspec.json.decode(task)["key"])))
+        return msgspec.json.encode(Answer(result=(replace(known, key=msgspec.json.decode(task)["key"]),)))
 
     result, recipe = module.BuildResult(), load_recipe("text")
     begin = time.perf_counter()
@@ -207,19 +208,15 @@ def drive(num_units: int, work: Path) -> dict[str, Any]:
     for task in tasks:
         shutil.copytree(done, journal.units / task.key, copy_function=link_or_copy)
     os.sync()
-    finished = journals.FinishedBuild(
+    finished = journals.Ledger(
         identity={},
         routes=(),
         inputs=(),
-        counts={},
-        listed=(),
-        truncated=0,
-        notes={},
-        text_bytes=0,
+        counts=Counts(),
         scans=(),
     )
-    publication = journals.Publication(
-        phase="move",
+    publication = publish.Publication(
+        is_cleared=True,
         cleared=(),
         units=tuple(result.units),
         base={},
@@ -227,7 +224,7 @@ def drive(num_units: int, work: Path) -> dict[str, Any]:
         ledger=finished,
     )
     begin, cpu = time.perf_counter(), time.process_time()
-    journal.publish(publication)
+    publish.publish(journal, publication)
     published, cpu = time.perf_counter() - begin, time.process_time() - cpu
     return {
         "units": num_units,

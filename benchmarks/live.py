@@ -50,7 +50,7 @@ from statistics import median
 from typing import Any
 
 import prepare
-from tokenmill.build.job import ONE_CORE
+from tokenmill.build.tasks import ONE_CORE
 
 ROOT = Path(__file__).parents[1]
 SEQ_LEN, ROW_GROUP, FILES = 2048, 1024, 5

@@ -41,7 +41,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tokenmill.build.job import ONE_CORE
+from tokenmill.build.tasks import ONE_CORE
 
 ENCODINGS = {
     "cl100k": "9b5ad71b2ce5302211f9c61530b329a4922fc6a4",

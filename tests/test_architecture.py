@@ -163,7 +163,7 @@ def test_only_adapters_may_import_a_framework():
     assert [path for path in importers if part_of(path) != "adapters"] == []
 
 
-ENVIRONMENT_READERS = {"adapters", "cli", "build/engines.py", "build/job.py", "run/loading.py"}
+ENVIRONMENT_READERS = {"adapters", "cli", "build/engines.py", "build/tasks.py", "run/loading.py"}
 """Files of build pass their environment to workers, and keep each to one core. The file of run only warns."""
 
 

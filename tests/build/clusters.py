@@ -30,7 +30,6 @@ CHATS = PrepareOptions(
     domain_key="site",
     deduplicate=True,
     val_fraction=0.3,
-    checkpoint_seconds=0,
 )
 
 
@@ -81,7 +80,7 @@ def build(corpus: Path, out: Path, options: PrepareOptions = CHATS, **how: objec
 
 def bad_records(path: Path, out: Path, **how: object) -> dict[str, object]:
     """Return what is told of bad records: when they stop the build, and when they are skipped."""
-    options = {"chunk_bytes": 5000, "checkpoint_seconds": 0}
+    options = {"chunk_bytes": 5000}
     told: dict[str, object] = {}
     try:
         prepare(path, out=out, progress=False, options=PrepareOptions(**options), **how)

@@ -20,8 +20,8 @@ from tests.build.clusters import CHATS, bad_records, build, digest_of, write_bad
 
 from tokenmill.build import PrepareOptions, plan_units, prepare, run_part
 from tokenmill.build.engines import MAX_IN_FLIGHT, run_by
-from tokenmill.build.job import Answer, Task
 from tokenmill.build.parts import asked_for
+from tokenmill.build.tasks import Answer, Task
 from tokenmill.demo import TOKENIZER_DIR
 from tokenmill.documents import cut_files, find_files
 from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreMissingError, WorkerLostError
@@ -139,7 +139,7 @@ def test_parts_in_any_order_and_twice_make_the_same_store(corpus, wanted, tmp_pa
     assert all(report.resumed_units == report.units for report in reports[3:])
     assert build(corpus / "in", tmp_path) == wanted
     # One that comes late, as a task that was requeued may, finds nothing to do.
-    assert run_part(tmp_path, parts[0]).phase == "published"
+    assert run_part(tmp_path, parts[0]).phase == "finished"
 
 
 def test_the_plain_command_does_what_parts_have_left(corpus, wanted, tmp_path):

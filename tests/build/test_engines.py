@@ -20,10 +20,10 @@ from tests.build.corpus import files_of, some_texts, write_file
 
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build.engines import LocalExecutor
-from tokenmill.build.job import Task, read_answer, run_unit
 from tokenmill.build.journal import unit_result
+from tokenmill.build.notes import read_note
 from tokenmill.build.progress import build_status
-from tokenmill.build.unit import read_worker_file
+from tokenmill.build.tasks import Task, read_answer, run_unit
 from tokenmill.errors import ConfigError, StoreError, StoreMissingError, WorkerLostError
 from tokenmill.store import read_manifest
 
@@ -214,8 +214,8 @@ def test_a_unit_whose_worker_is_stuck_is_told_of_and_ends_the_build_in_time(
         for worker in [] if stopped else journal.glob("workers/*"):
             pid = int(worker.name.split("-")[1])
             os.kill(pid, signal.SIGSTOP)
-            noted = read_worker_file(worker)
-            if noted is None or any((journal / place / noted[0]).exists() for place in ("units", "scans")):
+            noted = read_note(worker)
+            if noted is None or any((journal / place / noted.key).exists() for place in ("units", "scans")):
                 os.kill(pid, signal.SIGCONT)  # it was between two units
             else:
                 stopped.append(pid)
@@ -268,7 +268,7 @@ def unit_of(tmp_path, **options):
             out=tmp_path / "store",
             progress=False,
             executor=Nobody(),
-            options=PrepareOptions(checkpoint_seconds=0, max_tokens_per_shard=20_000, **options),
+            options=PrepareOptions(max_tokens_per_shard=20_000, **options),
         )
     return *sent[0], tmp_path / "store" / ".prepare" / "units"
 

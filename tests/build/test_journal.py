@@ -7,7 +7,7 @@ import pytest
 from tests.build.corpus import files_of, lines_of, some_texts, texts_of, write_file
 
 from tokenmill.build import PrepareOptions, prepare
-from tokenmill.build.unit import UnitWriter
+from tokenmill.build.unit import SegmentWriter
 from tokenmill.errors import DocumentError, StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import open_store, read_manifest, verify
 
@@ -121,14 +121,14 @@ def test_a_journal_that_cannot_be_read_is_named_and_a_rebuild_is_the_way_out(tmp
 def test_a_finished_unit_that_is_not_whole_is_done_again(tmp_path, monkeypatch, damage):
     path = write_file(tmp_path / "a.jsonl", TEXTS * 4)
     whole = build(path, tmp_path / "whole", chunk_bytes=3000).path
-    first = UnitWriter.append
+    first = SegmentWriter.append
 
     def append(self, route, values, offsets):
         if len([unit for unit in self._units.iterdir() if not unit.name.startswith(".")]) == 2:
             raise RuntimeError("stopped")
         first(self, route, values, offsets)
 
-    monkeypatch.setattr(UnitWriter, "append", append)
+    monkeypatch.setattr(SegmentWriter, "append", append)
     with pytest.raises(RuntimeError):
         build(path, tmp_path / "out", chunk_bytes=3000)
     monkeypatch.undo()
@@ -149,18 +149,18 @@ def test_a_file_that_is_written_to_during_the_build_is_refused(tmp_path, monkeyp
     """Nothing that was read before is mixed with what is there after."""
     write_file(tmp_path / "in" / "a.jsonl", TEXTS)
     path = write_file(tmp_path / "in" / "b.jsonl", TEXTS)
-    first = UnitWriter.commit
+    first = SegmentWriter.commit
 
-    def commit(self):
+    def commit(self, **position):
         if change == "rewritten":
             path.write_bytes(path.read_bytes().replace(b"mill", b"Mill"))
         elif change == "grown":
             path.write_bytes(path.read_bytes() + lines_of(["more"]))
         else:
             path.unlink(missing_ok=True)
-        return first(self)
+        return first(self, **position)
 
-    monkeypatch.setattr(UnitWriter, "commit", commit)
+    monkeypatch.setattr(SegmentWriter, "commit", commit)
     with pytest.raises(DocumentError, match=r"b\.jsonl: must (stay as it is|be readable)"):
         build(tmp_path / "in", tmp_path / "out", deduplicate=deduplicate, chunk_bytes=1 << 20)
     monkeypatch.undo()
@@ -175,7 +175,7 @@ def test_a_file_that_is_written_to_during_the_build_is_refused(tmp_path, monkeyp
 def test_units_may_be_cut_anew_when_a_build_goes_on(tmp_path, monkeypatch):
     path = write_file(tmp_path / "a.jsonl", TEXTS * 4)
     whole = build(path, tmp_path / "whole", chunk_bytes=3000).path
-    monkeypatch.setattr(UnitWriter, "append", lambda *_: 1 / 0)
+    monkeypatch.setattr(SegmentWriter, "append", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         build(path, tmp_path / "out", chunk_bytes=10_000)
     monkeypatch.undo()

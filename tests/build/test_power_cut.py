@@ -119,7 +119,7 @@ def test_nothing_counts_before_it_is_on_the_disk(tmp_path, monkeypatch, mode, ch
     """[C1.a, D1.a] After a cut at any moment a store is whole or not there, and the next build gives the same."""
     write_records(tmp_path / "in" / "a.jsonl", TEXTS[:30], 0)
     write_records(tmp_path / "in" / "b.jsonl", [*TEXTS[20:], *TEXTS[:5]], 30)
-    options = PrepareOptions(chunk_bytes=2500, checkpoint_seconds=0, **chosen)
+    options = PrepareOptions(chunk_bytes=2500, **chosen)
     root = tmp_path / "disk"
     root.mkdir()
 

@@ -7,8 +7,7 @@ import msgspec
 import pyarrow as pa
 import pytest
 
-from tokenmill.build import PrepareOptions, journal, prepare
-from tokenmill.build import build as built
+from tokenmill.build import PrepareOptions, counts, prepare
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.errors import ConfigError, DocumentError
 from tokenmill.store import open_store, verify
@@ -113,8 +112,7 @@ def test_of_each_note_the_first_document_is_kept_over_units_and_builds(tmp_path)
 
 
 def test_every_reason_has_an_example_however_many_records_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(journal, "MAX_LISTED", 3)
-    monkeypatch.setattr(built, "MAX_LISTED", 3)
+    monkeypatch.setattr(counts, "MAX_LISTED", 3)
     records = [*({"messages": 1} for _ in range(5)), {"messages": CHATS[0]["messages"][:1]}, CHATS[0]]
     out = build(records, tmp_path, recipe="chat", chat_template="chatml", on_error="skip")
     skipped = open_store(out).manifest.skipped

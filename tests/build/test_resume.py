@@ -1,5 +1,7 @@
 """A build that was cut short goes on; a finished one is added to; nothing else is done by accident."""
 
+import gzip
+import json
 import os
 import random
 import shutil
@@ -13,7 +15,7 @@ import pytest
 from tests.build.corpus import files_of, lines_of, some_texts, texts_of, write_file
 
 from tokenmill.build import PrepareOptions, prepare
-from tokenmill.build.unit import UnitWriter
+from tokenmill.build.unit import SegmentWriter
 from tokenmill.errors import DocumentError, StoreBusyError, StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import StoreSpec, StoreWriter, open_store, read_manifest, verify
 from tokenmill.store.lease import leased_folder
@@ -45,7 +47,7 @@ from tokenmill.store import open_store, verify
 folder, mode, first, step = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 events = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 keep = ("text",) if mode == "rebuild" else ()
-options = PrepareOptions(chunk_bytes=6000, max_tokens_per_shard=4000, checkpoint_seconds=0, keep=keep)
+options = PrepareOptions(chunk_bytes=6000, max_tokens_per_shard=4000, keep=keep)
 
 def build(out, inputs):
     return prepare(inputs, out=out, workers=1, rebuild=mode == "rebuild", progress=False, options=options)
@@ -130,7 +132,7 @@ SCRIPT = """
 import sys
 from tokenmill.build import PrepareOptions, prepare
 prepare(sys.argv[1], out=sys.argv[2], workers=int(sys.argv[3]), progress=False,
-        options=PrepareOptions(chunk_bytes=1 << 20, checkpoint_seconds=0.05))
+        options=PrepareOptions(chunk_bytes=1 << 20))
 """
 
 
@@ -162,61 +164,75 @@ def test_a_build_killed_at_random_moments_ends_with_the_same_bytes(tmp_path, kil
         shutil.rmtree(tmp_path / "store")
 
 
-def test_a_unit_goes_on_from_its_last_checkpoint(tmp_path, monkeypatch):
-    """[C1.b] What is lost is the work since then, not the unit."""
-    corpus = write_file(tmp_path / "input.jsonl", some_texts(3000) * 4)
-    whole = build(corpus, tmp_path / "whole").path
-    appended, first = [], UnitWriter.append
-
-    def until(most):
-        def append(self, route, values, offsets):
-            if len(appended) == most:
-                raise RuntimeError("stopped")
-            appended.append(int(offsets["documents"].size) - 1)
-            first(self, route, values, offsets)
-
-        return append
-
-    monkeypatch.setattr(UnitWriter, "append", until(2))
-    with pytest.raises(RuntimeError, match="stopped"):
-        build(corpus, tmp_path / "store", checkpoint_seconds=0)
-    assert len(appended) == 2
-    monkeypatch.setattr(UnitWriter, "append", until(10**9))
-    build(corpus, tmp_path / "store", checkpoint_seconds=0)
-    assert sum(appended) == 12_000
-    assert files_of(tmp_path / "store") == files_of(whole)
+@pytest.fixture
+def small_segments(monkeypatch):
+    """Let units of files that cannot be cut end a segment after a batch or two."""
+    monkeypatch.setattr("tokenmill.build.unit.SEGMENT_BYTES", 1 << 16)
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "checkpoint", "longer"])
-def test_a_damaged_checkpoint_is_never_built_upon(tmp_path, monkeypatch, damage):
-    corpus = write_file(tmp_path / "input.jsonl", some_texts(3000) * 4)
-    whole = build(corpus, tmp_path / "whole").path
-    first = UnitWriter.append
+def stop_after(monkeypatch, most):
+    """Stop a build after some batches; return the number of documents of each batch, which later ones extend."""
+    appended, first = [], SegmentWriter.append
 
     def append(self, route, values, offsets):
-        if self.counts.batches == 2:
+        if len(appended) == most:
             raise RuntimeError("stopped")
+        appended.append(int(offsets["documents"].size) - 1)
         first(self, route, values, offsets)
 
-    monkeypatch.setattr(UnitWriter, "append", append)
-    with pytest.raises(RuntimeError):
-        build(corpus, tmp_path / "store", checkpoint_seconds=0)
-    monkeypatch.undo()
-    (unit,) = (tmp_path / "store" / ".prepare" / "units").glob(".tmp-*/*")
-    ids = unit / "routes" / "store" / "0" / "sequence.bin"
-    data = bytearray(ids.read_bytes())
-    if damage == "cut":
-        ids.write_bytes(data[:-100])
-    elif damage == "changed":
-        data[1000] ^= 1
-        ids.write_bytes(data)
-    elif damage == "checkpoint":
-        text = (unit / "checkpoint-2.json").read_bytes()
-        (unit / "checkpoint-2.json").write_bytes(text.replace(b'"tokens":', b'"tokens":1'))
-    else:
-        ids.write_bytes(data + b"left by a write after the checkpoint")
-    build(corpus, tmp_path / "store")
+    monkeypatch.setattr(SegmentWriter, "append", append)
+    return appended
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_file_that_cannot_be_cut_continues_after_its_last_finished_shard(tmp_path, monkeypatch):
+    """[C1.b] The work after that shard is lost, not the unit."""
+    corpus = write_file(tmp_path / "input.jsonl.gz", some_texts(3000) * 8)
+    whole = build(corpus, tmp_path / "whole").path
+    shards = read_manifest(whole).shards
+    assert len(shards) > 3
+    with monkeypatch.context() as patch:
+        appended = stop_after(patch, 3)
+        with pytest.raises(RuntimeError, match="stopped"):
+            build(corpus, tmp_path / "store")
+    finished = len(list((tmp_path / "store" / ".prepare" / "units").glob("[!.]*")))
+    assert 0 < finished < len(shards)
+    with monkeypatch.context() as patch:
+        rest = stop_after(patch, 10**9)
+        build(corpus, tmp_path / "store")
+    assert sum(rest) == 24_000 - sum(shard.documents for shard in shards[:finished])
+    assert sum(appended) < 24_000
     assert files_of(tmp_path / "store") == files_of(whole)
+
+
+@pytest.mark.usefixtures("small_segments")
+@pytest.mark.parametrize("options", [{"deduplicate": True}, {"max_items": 19_000}, {"domain_key": "id"}])
+def test_lines_and_duplicates_are_counted_through_the_shards_of_one_file(tmp_path, monkeypatch, options):
+    """As in a file that is cut into units."""
+    records = [{"text": text or "-", "id": "ab"[number % 2]} for number, text in enumerate(some_texts(3000) * 8)]
+    lines = [json.dumps(record).encode() for record in records]
+    lines[10_000:10_000] = [b"broken"]
+    plain, packed = tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"
+    plain.write_bytes(b"\n".join(lines))
+    packed.write_bytes(gzip.compress(plain.read_bytes(), mtime=0))
+    cut = build(plain, tmp_path / "cut", on_error="skip", chunk_bytes=1 << 19, **options)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 3)
+        with pytest.raises(RuntimeError, match="stopped"):
+            build(packed, tmp_path / "whole", on_error="skip", **options)
+    whole = build(packed, tmp_path / "whole", on_error="skip", **options)
+    assert (whole.documents, whole.skipped) == (cut.documents, cut.skipped)
+    for one, other in zip(cut.stores, whole.stores, strict=True):
+        ours, theirs = open_store(one.path), open_store(other.path)
+        assert (
+            ours.fetch(0, ours.num_tokens, "sequence").tolist()
+            == theirs.fetch(0, theirs.num_tokens, "sequence").tolist()
+        )
+        last = ours.num_documents - 1
+        assert ours.origin(last).place == theirs.origin(last).place
+        assert [bad["line"] for bad in ours.manifest.skipped.get("first", ())] == [
+            bad["line"] for bad in theirs.manifest.skipped.get("first", ())
+        ]
 
 
 def test_a_damaged_journal_is_named_and_a_rebuild_is_the_way_out(tmp_path):
@@ -315,7 +331,7 @@ def test_another_option_is_refused_with_the_first_difference(tmp_path, monkeypat
 
 
 def stop_at_the_second_unit(monkeypatch):
-    first, commits = UnitWriter.append, []
+    first, commits = SegmentWriter.append, []
 
     def append(self, *arguments):
         commits.append(self.key)
@@ -323,7 +339,7 @@ def stop_at_the_second_unit(monkeypatch):
             raise ZeroDivisionError
         first(self, *arguments)
 
-    monkeypatch.setattr(UnitWriter, "append", append)
+    monkeypatch.setattr(SegmentWriter, "append", append)
 
 
 def test_a_build_that_has_finished_nothing_yet_may_be_asked_for_otherwise(tmp_path):
@@ -350,7 +366,7 @@ def test_bad_records_may_be_skipped_from_the_middle_of_a_build_on(tmp_path):
 def test_a_rebuild_replaces_the_store_at_the_end_and_not_before(tmp_path, monkeypatch):
     corpus = write_file(tmp_path / "a.jsonl", TEXTS[:20])
     build(corpus, tmp_path / "store")
-    monkeypatch.setattr(UnitWriter, "append", lambda *_: 1 / 0)
+    monkeypatch.setattr(SegmentWriter, "append", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         build(corpus, tmp_path / "store", rebuild=True, add_eos=False)
     monkeypatch.undo()
@@ -419,7 +435,7 @@ def test_lines_are_numbered_through_the_file_when_a_build_goes_on(tmp_path):
     good = lines_of(TEXTS)
     corpus = tmp_path / "a.jsonl"
     corpus.write_bytes(good + b"broken\n" + good)
-    report = build(corpus, tmp_path / "store", on_error="skip", chunk_bytes=5000, checkpoint_seconds=0)
+    report = build(corpus, tmp_path / "store", on_error="skip", chunk_bytes=5000)
     first = read_manifest(tmp_path / "store").skipped["first"]
     assert (report.skipped, [one["line"] for one in first]) == ({"json": 1}, [301])
 

@@ -19,16 +19,16 @@ from tokenmill.errors import DocumentError
 SLOW = """
 import sys, time
 import tokenmill as tm
-from tokenmill.build import unit
+from tokenmill.build import notes
 
-def slow(note):
+def slow(write):
     def noted(*arguments):
-        note(*arguments)
+        write(*arguments)
         time.sleep(0.05)
     return noted
 
-unit.SECONDS_BETWEEN_NOTES = 0.0
-unit.WorkerFile.note = slow(unit.WorkerFile.note)
+notes.SECONDS_BETWEEN_NOTES = 0.0
+notes.WorkerNotes.write = slow(notes.WorkerNotes.write)
 options = tm.PrepareOptions(chunk_bytes=4096)
 tm.prepare(sys.argv[1], out=sys.argv[2], tokenizer="bytes", workers=1, progress=False, options=options)
 """
@@ -42,7 +42,7 @@ def corpus(tmp_path):
 
 
 def test_nothing_and_a_finished_store_are_told_apart(corpus, tmp_path):
-    assert build_status(tmp_path / "store").state == "none"
+    assert build_status(tmp_path / "store").state == "empty"
     tm.prepare(corpus, out=tmp_path / "store", tokenizer="bytes", workers=1, progress=False)
     status = build_status(tmp_path / "store")
     assert (status.state, status.units_done, status.workers) == ("finished", 0, ())
@@ -60,7 +60,7 @@ def test_a_build_is_followed_while_it_runs_and_after_a_kill(corpus, tmp_path):
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert running.units_done >= 3, [each.state for each in seen]
-    assert running.state == "under way"
+    assert running.state == "running"
     assert running.units > running.units_done
     assert running.units_under_way <= 1
     assert running.input_bytes == corpus.stat().st_size
@@ -69,7 +69,7 @@ def test_a_build_is_followed_while_it_runs_and_after_a_kill(corpus, tmp_path):
     assert 0 < running.documents < 4000
     (worker,) = running.workers
     assert (worker.state, worker.unit_bytes) == ("at work", 4096)
-    assert max(each.bytes_a_second or 0 for status in seen for each in status.workers) > 0
+    assert max(each.bytes for status in seen for each in status.workers) > 0
     killed = build_status(out)
     assert (killed.state, killed.reason, killed.seconds_left) == (
         "stopped",
@@ -127,7 +127,7 @@ def test_an_interrupted_build_says_so_and_one_that_goes_on_does_not(corpus, tmp_
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             tm.prepare(corpus, out=out, tokenizer="bytes", workers=1, progress=False, on_progress=interrupt)
-        assert (seen[-1].state, seen[-1].reason) == ("under way", None)
+        assert (seen[-1].state, seen[-1].reason) == ("running", None)
         assert (build_status(out).state, build_status(out).reason) == ("stopped", "KeyboardInterrupt")
     tm.prepare(corpus, out=out, tokenizer="bytes", workers=1, progress=False)
     assert (build_status(out).state, build_status(out).reason) == ("finished", None)

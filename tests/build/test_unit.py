@@ -16,10 +16,10 @@ from tests.build.corpus import files_of, some_texts, texts_of, write_file
 from tests.documents.corpora import COMPRESS, CONTENTS
 
 from tokenmill.build import PrepareOptions, prepare
-from tokenmill.build import unit as module
+from tokenmill.build import select as module
 from tokenmill.build.build import WorkerPool
-from tokenmill.build.job import read_answer, run_unit
-from tokenmill.build.unit import DUPLICATE, SURPLUS, TAKEN, domain_name, fates_of, is_validation
+from tokenmill.build.select import DUPLICATE, SURPLUS, TAKEN, domain_name, fates_of, is_validation
+from tokenmill.build.tasks import read_answer, run_unit
 from tokenmill.errors import ConfigError, DocumentError, StoreExistsError
 from tokenmill.store import open_store, read_manifest
 
@@ -151,7 +151,7 @@ def test_fates_are_those_of_one_walk_through_all_records(tmp_path_factory, units
     folder = tmp_path_factory.mktemp("scans")
     for index, unit in enumerate(units):
         hashes = np.array([(value * 7919, value) for value in unit], module._HASH)
-        (folder / str(index)).write_bytes(b"".join(module._with_checksum([hashes.tobytes()])))
+        (folder / str(index)).write_bytes(b"".join(module.with_checksum([hashes.tobytes()])))
     paths = [folder / str(index) for index in range(len(units))]
     expected, seen, left = [], set(), max_items
     for unit in units:

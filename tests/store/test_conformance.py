@@ -20,7 +20,6 @@ from tokenmill.errors import PlanError, StoreCorruptError, StoreError
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter, open_store, read_manifest, verify
 from tokenmill.store.layout import axis_of
-from tokenmill.store.writer import ShardSeries
 
 VOCAB = 300
 STORAGES = ("bin", "h5")
@@ -479,78 +478,6 @@ def test_a_version_that_does_not_fit_is_found(copied, edit_manifest):
 def test_the_oldest_version_that_can_say_it_is_written(whole, case, storage):
     body = json.loads((whole(case, storage) / "manifest.json").read_bytes())
     assert body["version"] == (1 if storage == "bin" and case in ("seq", "sft", "sft+positions") else 2)
-
-
-# Checkpoints.
-
-
-def series_files(folder: Path, shards) -> dict[str, bytes]:
-    return files_of(folder) | {"shards": repr(shards).encode()}
-
-
-@every_store
-@pytest.mark.parametrize("case", ["seq", "sft+positions", "dpo", "grpo"])
-@few
-@given(data=st.data())
-def test_going_on_from_a_checkpoint_gives_the_same_bytes_as_never_stopping(tmp_path_factory, case, storage, data):
-    """[C1.a, C1.b] Whatever was written after it: records, more shards, or nonsense."""
-    records = make_records(case, data.draw(st.lists(st.lists(lengths, min_size=3, max_size=5), min_size=2)), 3)
-    spec = spec_of(case, storage=storage, size=data.draw(sizes))
-    cut = data.draw(st.integers(0, len(records)))
-    later = data.draw(st.integers(cut, len(records)))
-    folder = tmp_path_factory.mktemp("series")
-    straight = ShardSeries(folder / "straight", spec)
-    straight.append(*columns_of(case, records))
-    wanted = series_files(folder / "straight", straight.finish())
-
-    first = ShardSeries(folder / "cut", spec)
-    first.append(*columns_of(case, records[:cut]))
-    checkpoint = json.loads(json.dumps(first.checkpoint()))
-    shards_then = len(first.shards)
-    first.append(*columns_of(case, records[cut:later]))
-    first.close_files()
-    if storage == "h5" and len(first.shards) > shards_then and checkpoint["open"] is not None:
-        # The shard that was open then is a finished file by now; its parts are gone, and the work is done again.
-        with pytest.raises(StoreCorruptError, match="the unit is done again"):
-            ShardSeries.reopen(folder / "cut", spec, checkpoint)
-        return
-    opened = folder / "cut" / str(shards_then)
-    if checkpoint["open"] is not None:
-        for file in opened.glob("*.bin"):
-            with file.open("ab") as handle:
-                handle.write(b"nonsense")
-    again = ShardSeries.reopen(folder / "cut", spec, checkpoint)
-    again.append(*columns_of(case, records[cut:]))
-    assert series_files(folder / "cut", again.finish()) == wanted
-
-
-@pytest.mark.parametrize("case", ["seq", "dpo", "grpo"])
-def test_what_came_before_a_checkpoint_must_be_as_it_was(tmp_path, case):
-    """[C1.a] A byte changed or cut off in the open shard, or a finished shard that is cut or gone."""
-    records = make_records(case, SHAPES, 5)
-    spec = spec_of(case, size=7)
-    series = ShardSeries(tmp_path / "good", spec)
-    series.append(*columns_of(case, records))
-    checkpoint = series.checkpoint()
-    opened = f"{len(checkpoint['shards'])}/"
-    assert opened != "0/"
-    damaged = 0
-    for name in sorted(files_of(tmp_path / "good")):
-        is_open = name.startswith((opened, f"{opened[:-1]}.hashes"))
-        good = (tmp_path / "good" / name).read_bytes()
-        changes = [good[:-1], None] if good else [None]
-        if name.endswith(".hashes") and not is_open:
-            changes = [None]  # `verify` proves what they hold
-        if is_open and good:
-            changes.append(bytes([good[0] ^ 1]) + good[1:])
-        for change in changes:
-            path = Path(shutil.copytree(tmp_path / "good", tmp_path / "bad"))
-            (path / name).unlink() if change is None else (path / name).write_bytes(change)
-            with pytest.raises(StoreCorruptError, match=rf"{name}: must .* the unit is done again"):
-                ShardSeries.reopen(path, spec, checkpoint)
-            shutil.rmtree(path)
-            damaged += 1
-    assert damaged > 6
 
 
 # What others see.

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,45 +17,33 @@ import msgspec
 import xxhash
 
 from tokenmill import __version__
+from tokenmill.build.counts import Counts, ListedRecord, extend_listed
 from tokenmill.build.engines import Executor, LocalExecutor, UnitWatch, run_by
+from tokenmill.build.inputs import stamp_of
 from tokenmill.build.job import (
     Job,
     MapIdentity,
+    MapRecord,
+    OpenJob,
     PrepareOptions,
     RecipeSpec,
     Setting,
-    Task,
     build_identity,
     field_of_strings,
     identify,
     is_importable,
     open_setting,
     record_setting,
-    run_task,
-    write_job_file,
 )
-from tokenmill.build.journal import (
-    MAX_LISTED,
-    SIZE,
-    WORKERS,
-    Build,
-    BuildSize,
-    FinishedBuild,
-    Journal,
-    Publication,
-    TakenFile,
-    UnitResult,
-    UnitShards,
-    add_counts,
-    begin_build,
-    stamp_of,
-    unit_key,
-    unit_result,
-)
+from tokenmill.build.journal import SIZE, BuildSize, Journal, Ledger, TakenFile, UnitResult, unit_key, unit_results
+from tokenmill.build.notes import WORKERS
 from tokenmill.build.progress import Progress, Show, shown_progress, units_done
+from tokenmill.build.publish import Publication, UnitShards, drop_unreadable, finish_publishing, publish
 from tokenmill.build.records import ArrowData, Paths, Records, paths_or_records, written_records
+from tokenmill.build.select import LEFT_OUT, TAKEN, fates_of, is_whole_scan
 from tokenmill.build.staged import build_remote, staging_parent
-from tokenmill.build.unit import LEFT_OUT, TAKEN, MapRecord, OpenJob, fates_of, is_whole_scan
+from tokenmill.build.state import Build, Request, open_build
+from tokenmill.build.tasks import Task, run_task, write_job_file
 from tokenmill.documents import RULES, BadRecord, InputFile, Unit, content_digest, cut_files, format_of, place
 from tokenmill.documents.units import is_changed
 from tokenmill.encode.recipe import RULES as RECIPE_RULES
@@ -316,18 +304,17 @@ def begun_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lea
         make_folder(journal.out)
         with leased_folder(journal.out) as lease:
             if rebuild:
-                journal.drop_unreadable()
-            journal.finish_publishing()
-            build = begin_build(
+                drop_unreadable(journal)
+            finish_publishing(journal)
+            build = open_build(
                 journal,
-                build_identity(setting.job, setting.opened),
+                Request(identity=build_identity(setting.job, setting.opened), rebuild=rebuild),
                 setting.files,
                 chunk_bytes=options.chunk_bytes,
-                rebuild=rebuild,
                 same_names=options.same_names,
                 tokenizer=setting.job.tokenizer,
             )
-            with journal.end_noted():
+            with journal.recorded_end():
                 yield build, lease
 
 
@@ -396,70 +383,53 @@ def _system_errors_explained(out: Path) -> Iterator[None]:
 
 @dataclass(kw_only=True, slots=True)
 class BuildResult:
-    """What came of the units so far; they are added in input order, as lines are counted over units of a file."""
+    """Results of the units so far; they are added in input order, because lines are counted through a file."""
 
+    counts: Counts = field(default_factory=Counts)
     units: list[UnitShards] = field(default_factory=list)
+    """Segments of the units, in order."""
+    num_units: int = 0
     resumed: int = 0
-    """How many of them an earlier try had finished."""
+    """Units that an earlier, interrupted build had finished."""
     scans: Sequence[str] = ()
-    """Names of the hashes of the records, where duplicates were looked for."""
+    """Names of the hashes of the records, for a build with `deduplicate` or `max_items`."""
     contents: dict[str, str] = field(default_factory=dict)
-    """Path -> digest of all bytes of each file that was read."""
-    text_bytes: int = 0
+    """Path -> digest of all bytes of each input file."""
     new_text_bytes: int = 0
-    """Of units that were done now, not in an earlier try."""
-    truncated: int = 0
+    """Text of the units that were not resumed."""
     lines: Counter[str] = field(default_factory=Counter)
-    """By path."""
-    documents: int = 0
-    tokens: int = 0
+    """Path -> lines of the units so far."""
     taken: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
     """Path -> route -> documents and tokens."""
-    route_documents: Counter[str] = field(default_factory=Counter)
-    """Documents by route: the sum over all of `taken`."""
-    skipped: dict[str, int] = field(default_factory=dict)
-    notes: dict[str, int] = field(default_factory=dict)
-    noted: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Route -> note -> the first document of which it is true."""
-    listed: list[dict[str, Any]] = field(default_factory=list)
-    """The first bad records."""
 
-    def add(self, unit: Unit, result: UnitResult, recipe: Recipe, *, resumed: bool, stop: bool) -> None:
+    def add(self, unit: Unit, segments: Sequence[UnitResult], recipe: Recipe, *, resumed: bool, stop: bool) -> None:
         """Count a unit; where bad records `stop` a build of a recipe, raise the first."""
-        counts = result.counts
-        # Of each piece: its file, what is counted there, and how many lines stand before it in the file.
+        # For each piece: its file, the noun for its records, and the lines before it in the file.
         pieces_begin: list[tuple[str, str, int]] = []
-        for piece, lines in zip(unit.pieces, counts.lines, strict=True):
+        for index, piece in enumerate(unit.pieces):
             file = piece.file
             pieces_begin.append((file.name, format_of(file.suffix).counts, self.lines[file.path]))
-            self.lines[file.path] += lines
-        for route, firsts in sorted(counts.noted.items()):
-            documents_before = self.route_documents[route]
-            noted = self.noted.setdefault(route, {})
-            for name, document in firsts.items():
-                noted.setdefault(name, documents_before + document)
-        for route, pieces in sorted(counts.taken.items()):
-            for index, documents, tokens in pieces:
-                taken = self.taken.setdefault(unit.pieces[index].file.path, {})
-                earlier = taken.get(route, (0, 0))
-                taken[route] = (earlier[0] + documents, earlier[1] + tokens)
-                self.route_documents[route] += documents
-        for bad in counts.bad:
-            name, _, first_line = pieces_begin[bad.piece]
-            line = first_line + bad.line
-            if stop or bad.reason == TOO_LONG:
-                raise bad_record(unit, line, bad, recipe)
-            if len(self.listed) < MAX_LISTED or all(bad.reason != record["reason"] for record in self.listed):
-                self.listed.append({"file": name, "line": line + 1, "reason": bad.reason, "detail": bad.detail})
-        self.units.append(UnitShards(key=result.key, shards=result.shards, pieces=tuple(pieces_begin)))
+            self.lines[file.path] += sum(segment.counts.lines[index] for segment in segments)
+        for segment in segments:
+            counts = segment.counts
+            listed = []
+            for bad in counts.bad:
+                name, _, first_line = pieces_begin[bad.piece]
+                line = first_line + bad.line
+                if stop or bad.reason == TOO_LONG:
+                    raise bad_record(unit, line, bad, recipe)
+                listed.append(ListedRecord(file=name, line=line + 1, reason=bad.reason, detail=bad.detail))
+            self.counts.merge(counts)
+            extend_listed(self.counts.listed, listed)
+            for route, pieces in sorted(counts.pieces.items()):
+                for index, documents, tokens in pieces:
+                    taken = self.taken.setdefault(unit.pieces[index].file.path, {})
+                    earlier = taken.get(route, (0, 0))
+                    taken[route] = (earlier[0] + documents, earlier[1] + tokens)
+            self.new_text_bytes += 0 if resumed else counts.text_bytes
+            self.units.append(UnitShards(key=segment.key, shards=segment.shards, pieces=tuple(pieces_begin)))
+        self.num_units += 1
         self.resumed += resumed
-        self.documents += counts.documents
-        self.tokens += counts.tokens
-        self.text_bytes += counts.text_bytes
-        self.new_text_bytes += 0 if resumed else counts.text_bytes
-        self.truncated += counts.truncated
-        add_counts(self.skipped, counts.skipped)
-        add_counts(self.notes, counts.notes)
 
 
 def bad_record(unit: Unit, line: int, bad: BadRecord, recipe: Recipe) -> DocumentError:
@@ -594,7 +564,7 @@ class WorkerPool:
         if self._processes is not None:
             self._processes.close()
 
-    def run(self, tasks: Sequence[Task], tick: Callable[[], None]) -> Iterator[UnitResult | None]:
+    def run(self, tasks: Sequence[Task], tick: Callable[[], None]) -> Iterator[Segments | None]:
         """Yield the results of tasks in their order; of errors the first in order is raised.
 
         `tick` is called a few times a second.
@@ -619,7 +589,7 @@ class WorkerPool:
 
     def run_in_processes(
         self, tasks: Sequence[Task], num_workers: int, tick: Callable[[], None]
-    ) -> Iterator[UnitResult | None]:
+    ) -> Iterator[Segments | None]:
         """Run tasks in so many processes; those of an earlier call are used again."""
         self._processes = self._processes or LocalExecutor()
         self._processes.grow(num_workers)
@@ -629,11 +599,20 @@ class WorkerPool:
         return UnitWatch(Path(self.job.folder).with_name(WORKERS), self._unit_timeout)
 
 
+Segments = tuple[UnitResult, ...]
+
+
+def finished_unit(journal: Journal, key: str) -> Segments | None:
+    """Return the results of a unit that is done; None if it is not."""
+    results = unit_results(journal.units, key)
+    return results if results and results[-1].is_last else None
+
+
 def drop_others(journal: Journal, tasks: Sequence[Task]) -> None:
     """Remove units of inputs that are no longer asked for, finished or not."""
-    wanted = {name for task in tasks for name in (task.key, f".tmp-{task.key}")}
+    wanted = {task.key for task in tasks}
     for folder in list(journal.units.iterdir()):
-        if folder.name not in wanted:
+        if folder.name.removeprefix(".tmp-").partition("-")[0] not in wanted:
             shutil.rmtree(folder)
 
 
@@ -659,21 +638,21 @@ def run_build(build: Build, pool: WorkerPool, show: Show) -> BuildResult:
     drop_others(journal, tasks)
     # As JSON, which takes a tenth of the memory: there may be a hundred thousand.
     earlier = {
-        task.key: msgspec.json.encode(known) for task in tasks if (known := unit_result(journal.units, task.key))
+        task.key: msgspec.json.encode(known) for task in tasks if (known := finished_unit(journal, task.key))
     }
     left = {task.key for task in tasks}
     done_bytes = 0
 
     def look() -> tuple[int, int, int]:
-        return units_done(journal.workers, left, (done_bytes, result.documents, result.tokens))
+        return units_done(journal.workers, left, (done_bytes, result.counts.documents, result.counts.tokens))
 
     with show("prepare", sum(unit.bytes for unit in cut.units), look) as tick:
         new = pool.run([task for task in tasks if task.key not in earlier], tick)
         for task in tasks:
             resumed = task.key in earlier
-            finished = msgspec.json.decode(earlier.pop(task.key), type=UnitResult) if resumed else next(new)
-            assert finished is not None
-            result.add(task.unit, finished, pool.job.recipe, resumed=resumed, stop=stop)
+            segments = msgspec.json.decode(earlier.pop(task.key), type=Segments) if resumed else next(new)
+            assert segments is not None
+            result.add(task.unit, segments, pool.job.recipe, resumed=resumed, stop=stop)
             left.discard(task.key)
             done_bytes += task.unit.bytes
             tick()
@@ -700,7 +679,8 @@ def _refuse_changed(build: Build, tasks: Sequence[Task], scans: Sequence[str]) -
         return
     for number, task in enumerate(tasks):
         if any(piece.file.path in changed for piece in task.unit.pieces):
-            shutil.rmtree(build.journal.units / task.key)
+            for segment in build.journal.units.glob(f"{task.key}*"):
+                shutil.rmtree(segment)
             if scans:
                 (build.journal.scans / scans[number]).unlink(missing_ok=True)
     raise DocumentError(
@@ -714,13 +694,14 @@ def _refuse_nothing(build: Build, result: BuildResult) -> None:
 
     Files may add nothing to a store that exists, unless all their records are bad.
     """
-    all_bad = result.skipped and not result.skipped.keys() & LEFT_OUT
-    if not result.documents and (build.base is None or all_bad):
-        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(result.skipped.items()))
+    skipped = result.counts.skipped
+    all_bad = skipped and not skipped.keys() & LEFT_OUT
+    if not result.counts.documents and (build.base is None or all_bad):
+        reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(skipped.items()))
         more = f" and {len(build.files) - 1} more" if len(build.files) > 1 else ""
         raise DocumentError(
             f"{build.files[0].label}{more}: must hold at least one document, got none, "
-            f"{sum(result.skipped.values())} skipped ({reasons or 'the files are empty'}); "
+            f"{sum(skipped.values())} skipped ({reasons or 'the files are empty'}); "
             "check the files and the fields"
         )
 
@@ -733,7 +714,7 @@ def _publish(build: Build, result: BuildResult, job: Job, opened: OpenJob, warni
     recipe = job.recipe
     routes = build.base.routes if build.base else ()
     publication = Publication(
-        phase="move" if build.cleared is None else "clear",
+        is_cleared=build.cleared is None,
         cleared=tuple(build.cleared or ()),
         units=tuple(result.units),
         base={route: read_manifest(build.journal.out / route).shards for route in routes},
@@ -751,9 +732,9 @@ def _publish(build: Build, result: BuildResult, job: Job, opened: OpenJob, warni
                 "recipe": build.identity["recipe"],
             },
         },
-        ledger=_finished(build, result),
+        ledger=_ledger(build, result),
     )
-    build.journal.publish(publication)
+    publish(build.journal, publication)
 
 
 def keep_tokenizer(files: Mapping[str, bytes], stores: Sequence[Path]) -> None:
@@ -772,62 +753,27 @@ def keep_tokenizer(files: Mapping[str, bytes], stores: Sequence[Path]) -> None:
             copies.setdefault(name, path)
 
 
-def _finished(build: Build, result: BuildResult) -> FinishedBuild:
-    """Return what the store holds once the units are published."""
-    new = FinishedBuild(
+def _ledger(build: Build, result: BuildResult) -> Ledger:
+    """Return the ledger of the store once the units are published."""
+    inputs = tuple(
+        TakenFile(
+            name=file.name,
+            bytes=file.bytes,
+            digest=build.digests[file.path],
+            taken=result.taken.get(file.path, {}),
+            content=result.contents[file.path],
+        )
+        for file in build.files
+    )
+    old = build.base or Ledger(identity={}, routes=(), inputs=(), counts=Counts(), scans=())
+    old.counts.merge(result.counts)
+    return Ledger(
         identity=build.identity,
         routes=(),
-        inputs=tuple(
-            TakenFile(
-                name=file.name,
-                bytes=file.bytes,
-                digest=build.digests[file.path],
-                taken=result.taken.get(file.path, {}),
-                content=result.contents[file.path],
-            )
-            for file in build.files
-        ),
-        counts=dict(sorted(result.skipped.items())),
-        listed=tuple(result.listed),
-        truncated=result.truncated,
-        notes=dict(sorted(result.notes.items())),
-        noted={route: dict(sorted(firsts.items())) for route, firsts in sorted(result.noted.items())},
-        text_bytes=result.text_bytes,
-        scans=tuple(result.scans),
+        inputs=old.inputs + inputs,
+        counts=old.counts,
+        scans=old.scans + tuple(result.scans),
     )
-    old = build.base
-    if old is None:
-        return new
-    counts, notes = dict(old.counts), dict(old.notes)
-    add_counts(counts, new.counts)
-    add_counts(notes, new.notes)
-    noted = {route: dict(firsts) for route, firsts in old.noted.items()}
-    for route, firsts in new.noted.items():
-        documents_before = sum(file.taken.get(route, (0, 0))[0] for file in old.inputs)
-        later = {name: documents_before + document for name, document in firsts.items()}
-        noted[route] = dict(sorted({**later, **noted.get(route, {})}.items()))
-    return replace(
-        new,
-        inputs=old.inputs + new.inputs,
-        counts=counts,
-        listed=(*old.listed, *_newly_listed(old.listed, new.listed)),
-        truncated=old.truncated + new.truncated,
-        notes=dict(sorted(notes.items())),
-        noted=noted,
-        text_bytes=old.text_bytes + new.text_bytes,
-        scans=old.scans + new.scans,
-    )
-
-
-def _newly_listed(old: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return which bad records are listed behind those of earlier builds: the first, and one of each reason."""
-    listed = list(new[: max(0, MAX_LISTED - len(old))])
-    reasons = {record["reason"] for record in (*old, *listed)}
-    for record in new[len(listed) :]:
-        if record["reason"] not in reasons:
-            listed.append(record)
-            reasons.add(record["reason"])
-    return listed
 
 
 def _report(
@@ -838,10 +784,11 @@ def _report(
     opening_seconds: float,
     begin: float,
 ) -> PrepareReport:
-    out, finished = build.journal.out, build.journal.finished()
+    out, finished = build.journal.out, build.journal.ledger()
     assert finished is not None
     manifests = {route: read_manifest(out / route) for route in sorted(finished.routes)}
     result = result or BuildResult()
+    counts = result.counts
     return PrepareReport(
         path=out,
         kind=opened.spec.kind,
@@ -861,16 +808,16 @@ def _report(
         shards=sum(len(manifest.shards) for manifest in manifests.values()),
         files=len(finished.inputs),
         new_files=len(build.files),
-        new_documents=result.documents,
-        new_tokens=result.tokens,
-        units=len(result.units),
+        new_documents=counts.documents,
+        new_tokens=counts.tokens,
+        units=result.num_units,
         resumed_units=result.resumed,
         input_bytes=sum(file.bytes for file in build.files),
-        text_bytes=result.text_bytes,
+        text_bytes=counts.text_bytes,
         worked_bytes=result.new_text_bytes,
-        skipped=dict(sorted(result.skipped.items())),
-        truncated=result.truncated,
-        notes=dict(sorted(result.notes.items())),
+        skipped=dict(sorted(counts.skipped.items())),
+        truncated=counts.truncated,
+        notes=dict(sorted(counts.notes.items())),
         engine=opened.tokenizer.engine,
         framing=framing,
         seconds=time.monotonic() - begin,

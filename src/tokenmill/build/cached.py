@@ -10,8 +10,9 @@ from itertools import chain
 from pathlib import Path
 
 from tokenmill.build.build import prepare
+from tokenmill.build.inputs import TakenFiles, entry_digest
 from tokenmill.build.job import PrepareOptions, settle_recipe
-from tokenmill.build.journal import Journal, TakenFiles, entry_digest
+from tokenmill.build.journal import Journal
 from tokenmill.documents import file_digest, find_files
 from tokenmill.documents.inputs import PREFIX, parse
 from tokenmill.encode.chat.template import load_template
@@ -86,7 +87,7 @@ def cached_store(
 
 
 def _is_finished(store: Path) -> bool:
-    return (store / MANIFEST).is_file() and Journal(store).finished() is not None
+    return (store / MANIFEST).is_file() and Journal(store).ledger() is not None
 
 
 def _check_documents(documents: Sequence[str], store: Path, where: str) -> None:
@@ -101,7 +102,7 @@ def _check_documents(documents: Sequence[str], store: Path, where: str) -> None:
 
 def _change(documents: Sequence[str], store: Path) -> str | None:
     """Return which file has changed, None if none has; names on the hub are not looked up again."""
-    finished = Journal(store).finished()
+    finished = Journal(store).ledger()
     assert finished is not None
     local = [item for item in documents if not _is_on_hub(item)]
     try:
@@ -154,7 +155,7 @@ def _check_tokenizer(tokenizer: str, store: Path, where: str) -> None:
 
 def _check_recipe(recipe: str | Mapping[str, object], tokenizer: str, store: Path, where: str) -> None:
     """Refuse a recipe whose files, or whose chat template, are not those that the store was made with."""
-    finished = Journal(store).finished()
+    finished = Journal(store).ledger()
     assert finished is not None
     settled = settle_recipe(recipe, PrepareOptions())
     now, then = dict(settled.to_json()), dict(finished.identity["recipe"])

@@ -30,9 +30,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tokenmill.build.job import ONE_CORE, Answer, Task, read_answer, run_unit
 from tokenmill.build.journal import UnitResult
-from tokenmill.build.unit import read_worker_files
+from tokenmill.build.notes import read_notes
+from tokenmill.build.tasks import ONE_CORE, Answer, Task, read_answer, run_unit
 from tokenmill.encode.chat import tracked
 from tokenmill.errors import ConfigError, MissingExtraError, TokenmillError, WorkerLostError, warn
 
@@ -74,7 +74,7 @@ class UnitWatch:
         """Watch the notes in a folder; `timeout` seconds without progress end the build, None: never."""
         self._folder = folder
         self._timeout = timeout
-        self._old_notes = read_worker_files(folder)
+        self._old_notes = read_notes(folder)
         """Of workers of an earlier try."""
         self._seen: dict[str, tuple[object, float, float]] = {}
         """Key -> its last note, since when that is the last, and after how many seconds there is a warning next."""
@@ -85,7 +85,7 @@ class UnitWatch:
         begin = time.monotonic()
         if begin < self._next_look:
             return
-        notes = read_worker_files(self._folder)
+        notes = read_notes(self._folder)
         now = time.monotonic()
         self._next_look = now + max(TICK_SECONDS, 50 * (now - begin))
         seen, self._seen = self._seen, {}
@@ -120,7 +120,7 @@ def run_by(
     tasks: Sequence[Task],
     tick: Callable[[], None],
     watch: UnitWatch | None = None,
-) -> Iterator[UnitResult | None]:
+) -> Iterator[tuple[UnitResult, ...] | None]:
     """Have tasks done by an engine; yield the results in their order, and raise the first error in order.
 
     No task waits for an earlier one that takes long. After an error the tasks behind it are cancelled, and at the
@@ -132,7 +132,7 @@ def run_by(
     polled: dict[str, UnitFuture] = {}
     """Those of them that have no callback."""
     done_keys: SimpleQueue[str] = SimpleQueue()
-    answers: dict[str, UnitResult | TokenmillError | None] = {}
+    answers: dict[str, tuple[UnitResult, ...] | TokenmillError | None] = {}
     places = {task.key: index for index, task in enumerate(tasks)}
     try:
         for task in tasks:
@@ -180,7 +180,7 @@ def _submit(executor: Executor, job: bytes, message: bytes) -> UnitFuture:
         raise _lost("the executor", error) from error
 
 
-def _result(future: UnitFuture, path: str) -> UnitResult | TokenmillError | None:
+def _result(future: UnitFuture, path: str) -> tuple[UnitResult, ...] | TokenmillError | None:
     try:
         return read_answer(future.result())
     except TokenmillError as error:

@@ -9,7 +9,6 @@ imports it by its module.
 from __future__ import annotations
 
 import atexit
-import gc
 import importlib
 import inspect
 import os
@@ -17,8 +16,7 @@ import shutil
 import socket
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -26,41 +24,40 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
-import numpy as np
 import xxhash
 
-from tokenmill import __version__, errors
-from tokenmill.build.journal import Journal, UnitResult
+from tokenmill import __version__
+from tokenmill.build.journal import Journal
 from tokenmill.build.options import PrepareOptions as PrepareOptions  # noqa: PLC0414 - others have it from here
 from tokenmill.build.progress import Show
-from tokenmill.build.unit import TEXT_KEY, MapRecord, OpenJob, scan_unit, write_unit
-from tokenmill.documents import InputFile, ReadOptions, Unit, find_files, sample_texts
+from tokenmill.documents import InputFile, ReadOptions, find_files, sample_texts
 from tokenmill.encode.engines import framing_of, open_tokenizer, trusted
 from tokenmill.encode.files import copy_of, spec_of_copy
 from tokenmill.encode.hub import is_hub_name, parse, pinned
 from tokenmill.encode.recipe import PRESETS, Recipe, RecordEncoder, load_recipe, open_encoder, record_keys
-from tokenmill.encode.recipe.recipe import SYSTEM_PROMPT, check_recipe
+from tokenmill.encode.recipe.recipe import SYSTEM_PROMPT, Preprocessing, check_recipe
 from tokenmill.encode.tokenizer import Framing, Tokenizer, token_dtype, with_policy
 from tokenmill.errors import (
     ConfigError,
     DocumentError,
-    StoreCorruptError,
-    StoreError,
     TokenizerError,
-    TokenmillError,
     warn,
 )
 from tokenmill.fields import top_fields
 from tokenmill.store import StoreSpec
-from tokenmill.store.files import write_atomically
 from tokenmill.store.writer import MAX_TOKENS_PER_SHARD
 from tokenmill.tables import as_json, path_of, read_table
-from tokenmill.types import Uint8Array
 
 if TYPE_CHECKING:
     from tokenmill.build.records import Paths
     from tokenmill.encode.chat.template import ChatTemplate
 
+Record: TypeAlias = Mapping[str, Any]
+MapRecord: TypeAlias = Callable[[dict[str, Any]], "Record | Sequence[Record] | bool | None"]
+"""Function of the user that is called with every record. It returns the record to encode, or a list of records.
+True keeps the record as it is. None, False and an empty list leave it out."""
+TEXT_KEY = "sequence"
+"""Array of a build whose records are only a text."""
 RecipeSpec: TypeAlias = "str | os.PathLike[str] | Mapping[str, object]"
 
 
@@ -201,6 +198,31 @@ class Job:
     """Of the tokenmill that made the job: no other may do its tasks."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenJob:
+    """A job with its tokenizer and recipe open, for all units that a process does."""
+
+    folder: Path
+    """Folder of the units."""
+    stop: bool
+    """True if a bad record stops the build."""
+    keep_empty: bool
+    """True if a text without a character is a document."""
+    tokenizer: Tokenizer
+    encoder: RecordEncoder | None
+    """None if records are only a text."""
+    chosen: Preprocessing
+    """Filters and splits."""
+    keep: tuple[str, ...]
+    """Fields of a record that are kept with its document."""
+    reading: ReadOptions
+    spec: StoreSpec
+    map: MapRecord | None
+    """Function of the user that every record passes first."""
+    key_fields: tuple[str, ...]
+    """Fields by which records are compared, without the domain; empty if records are only a text."""
+
+
 def open_job(job: Job) -> OpenJob:
     """Open a job in a process that did not make it."""
     if job.version != __version__:
@@ -251,7 +273,6 @@ def _open_with(job: Job, tokenizer: Tokenizer, map: MapRecord | None) -> OpenJob
     return OpenJob(
         folder=Path(job.folder),
         stop=job.options.on_error == "stop",
-        checkpoint_seconds=job.options.checkpoint_seconds,
         keep_empty=job.options.keep_empty or recipe.kind != "seq",  # of others, the recipe refuses what is empty
         tokenizer=tokenizer,
         encoder=encoder,
@@ -289,149 +310,6 @@ def _fields_of(recipe: Recipe, options: PrepareOptions) -> tuple[str, ...]:
     """Return the top-level fields that a build reads of records; a function of the user may read any."""
     noted = [SYSTEM_PROMPT] if recipe.template else []
     return tuple(dict.fromkeys([*recipe.fields, *top_fields(options.keep), *noted]))
-
-
-# Doing a task of a job, in any process.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
-    """One unit and what is to be done with it.
-
-    Where records depend on those before them, as duplicates do, every unit is a task twice: its records are hashed
-    first, and when those of all units are, it is written.
-    """
-
-    unit: Unit
-    key: str
-    """Name of the result; no other task of a build has it."""
-    scan: bool = False
-    """Whether the records are only hashed."""
-    fates: str | None = None
-    """File that says what becomes of each record; None: all are taken."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """The result of a task, or its error."""
-
-    result: UnitResult | None = None
-    """None where the records were only hashed."""
-    error: tuple[str, str] | None = None
-    """Class and message of an error of tokenmill: another try would end with the same."""
-
-
-def run_unit(job: bytes, task: bytes) -> bytes:
-    """Do a task of a job, in any process that sees its files: JSON in, JSON out.
-
-    What it writes depends on the input and the options alone; tasks may be done in any order, several times, and at
-    once. A process opens a job once. What tokenmill refuses, such as a record that cannot be read, is an answer and
-    is not raised: an engine would try it again, as it does after a lost worker, and get the same.
-    """
-    try:
-        answer = Answer(result=run_task(_opened(job), msgspec.json.decode(task, type=Task)))
-    except TokenmillError as error:
-        answer = Answer(error=(type(error).__name__, str(error)))
-    return msgspec.json.encode(answer)
-
-
-def read_answer(data: bytes) -> UnitResult | TokenmillError | None:
-    """Return what `run_unit` answered: a result, or an error to be raised."""
-    answer = msgspec.json.decode(data, type=Answer)
-    if answer.error is None:
-        return answer.result
-    error: TokenmillError = getattr(errors, answer.error[0])(answer.error[1])
-    return error
-
-
-def run_task(opened: OpenJob, task: Task, tick: Callable[[], None] = lambda: None) -> UnitResult | None:
-    """Do a task and return its result; None where records were only hashed."""
-    with seldom_collecting():
-        if task.scan:
-            scan_unit(opened, task.unit, task.key, tick)
-            return None
-        fates = None if task.fates is None else _read_fates(Path(task.fates))
-        return write_unit(opened, task.unit, task.key, fates, tick)
-
-
-def _read_fates(file: Path) -> Uint8Array:
-    """Read what becomes of each record, from a file named after the digest of its content."""
-    data = file.read_bytes()
-    if xxhash.xxh3_128_hexdigest(data) != file.name:
-        raise StoreCorruptError(f"{file}: must hold what its name says, got other bytes; run the build again")
-    return np.frombuffer(data, np.uint8)
-
-
-@contextmanager
-def seldom_collecting() -> Iterator[None]:
-    """Let Python seldom look for reference cycles: records come and go by the thousand, and none is part of one.
-
-    Else that takes a tenth of the time of a build (benchmarks/prepare.py).
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
-ONE_CORE = {
-    **dict.fromkeys(("RAYON_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-    "FASTOKENS_BPE_THREADS": "1",  # fastokens has threads of its own beside Rayon's
-    "TOKENIZERS_PARALLELISM": "false",
-    # Its own pool gives memory back between two batches, and takes it again page by page: a build from Parquet is
-    # a twelfth slower (benchmarks/prepare.py).
-    "ARROW_DEFAULT_MEMORY_POOL": "system",
-}
-"""Environment of a worker: it keeps libraries to one core, as the parallelism is that of the processes."""
-_last_opened: tuple[str, OpenJob] | None = None
-"""The job that this process has open, by its digest."""
-
-
-def _opened(job: bytes) -> OpenJob:
-    """Open a job, unless this process has it open: opening a tokenizer takes longer than many a unit."""
-    global _last_opened  # noqa: PLW0603 - the cache of one job
-    digest = xxhash.xxh3_128_hexdigest(job)
-    if _last_opened is None or _last_opened[0] != digest:
-        for variable, value in ONE_CORE.items():
-            os.environ.setdefault(variable, value)
-        table = msgspec.json.decode(job)
-        if "file" in table:
-            job = read_job_file(msgspec.convert(table, JobFile))
-        _last_opened = digest, open_job(msgspec.json.decode(job, type=Job))
-    return _last_opened[1]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobFile:
-    """A file that holds a job, for engines that would send the job along with every task."""
-
-    file: str
-    digest: str
-
-
-def write_job_file(folder: Path, job: bytes) -> JobFile:
-    """Write a job to a file; `run_unit` takes the reference to it, as JSON, in place of the job."""
-    digest = xxhash.xxh3_128_hexdigest(job)
-    file = folder / f"job-{digest}.json"
-    if not file.exists():
-        write_atomically(file, job)
-    return JobFile(file=str(file.absolute()), digest=digest)
-
-
-def read_job_file(reference: JobFile) -> bytes:
-    """Return the job that a file holds."""
-    try:
-        job = Path(reference.file).read_bytes()
-    except OSError as error:
-        raise StoreError(
-            f"{reference.file}: a worker must find its job, got {error.strerror}; is the build over, and does this "
-            "machine see the folder of the store under the same path?"
-        ) from None
-    if xxhash.xxh3_128_hexdigest(job) != reference.digest:
-        raise StoreCorruptError(f"{reference.file}: must be as prepare wrote it, got other content; run again")
-    return job
 
 
 # From what was asked for to an open job.

@@ -165,8 +165,6 @@ class PrepareOptions:
         MAX_EXPANSION, "Advanced", "Limit of text per file, relative to its size", metavar="N"
     )
     """How many times its size a file may hold of text, compressed or encoded; 4 GiB are always allowed."""
-    checkpoint_seconds: float = 30.0
-    """How much work of a worker a kill can lose, at most."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -29,6 +29,7 @@ from tokenmill.build.build import (
     check_timeout,
     cut_build,
     drop_others,
+    finished_unit,
     missing_scans,
     num_workers_of,
     run_scans,
@@ -36,20 +37,18 @@ from tokenmill.build.build import (
 )
 from tokenmill.build.job import (
     Job,
-    JobFile,
+    MapRecord,
     PrepareOptions,
     RecipeSpec,
-    Task,
     identify,
     is_importable,
     open_job,
     open_setting,
-    read_job_file,
-    write_job_file,
 )
-from tokenmill.build.journal import UNITS, Journal, UnitResult, unit_result
+from tokenmill.build.journal import UNITS, Journal, UnitResult
 from tokenmill.build.progress import Progress, Show, shown_progress, units_done
-from tokenmill.build.unit import MapRecord, is_whole_scan
+from tokenmill.build.select import is_whole_scan
+from tokenmill.build.tasks import JobFile, Task, read_job_file, write_job_file
 from tokenmill.documents import Unit, read_unit
 from tokenmill.encode.recipe.encoder import TOO_LONG
 from tokenmill.errors import ConfigError, StoreBusyError, StoreCorruptError, StoreMissingError
@@ -59,7 +58,7 @@ from tokenmill.store.layout import MANIFEST
 from tokenmill.store.lease import leased_folder
 from tokenmill.tables import as_json, is_address, path_of
 
-Phase = Literal["hash", "write", "published"]
+Phase = Literal["hash", "write", "finished"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,11 +246,11 @@ def plan_units(
     journal = setting.journal
     with begun_build(setting, rebuild=rebuild) as (build, _):
         if not build.files:
-            return UnitsReport(path=journal.out, phase="published", units=0, done=0, input_bytes=0)
+            return UnitsReport(path=journal.out, phase="finished", units=0, done=0, input_bytes=0)
         cut = cut_build(build, setting.opened)
         left = missing_scans(journal, cut)
         tasks = _write_list(journal, asked, msgspec.json.encode(setting.job), cut, "hash" if left else "write")
-        finished = [task for task in tasks if not left and unit_result(journal.units, task.key) is not None]
+        finished = [task for task in tasks if not left and finished_unit(journal, task.key) is not None]
         return UnitsReport(
             path=journal.out,
             phase="hash" if left else "write",
@@ -309,7 +308,7 @@ def run_part(
     check_timeout(unit_timeout)
     show = partial(shown_progress, shown=progress, on_progress=on_progress)
     units = _list_for(journal, asked)
-    phase: Phase = "published"
+    phase: Phase = "finished"
     tasks: list[Task] = []
     todo: list[Task] = []
     results: list[UnitResult] = []
@@ -320,7 +319,7 @@ def run_part(
                 units = _hash_part(journal, units, units.tasks(index, parts), pool, show)
             phase, tasks = units.head.phase, units.tasks(index, parts)
             if phase == "write":
-                todo = [task for task in tasks if unit_result(journal.units, task.key) is None]
+                todo = [task for task in tasks if finished_unit(journal, task.key) is None]
                 results = _write_part(journal, units, todo, pool, show)
     return PartReport(
         path=journal.out,
@@ -340,7 +339,7 @@ def _list_for(journal: Journal, asked: Mapping[str, Any] | None) -> _UnitList | 
     """Return the list of units, None where the store is finished; refuse a list that was asked for otherwise."""
     units = _read_list(journal)
     if units is None:
-        if (journal.out / MANIFEST).exists() or journal.finished() is not None:
+        if (journal.out / MANIFEST).exists() or journal.ledger() is not None:
             return None
         raise StoreMissingError(
             f"{journal.out}: must hold a list of units to do a part of, got none; "
@@ -383,15 +382,20 @@ def _write_part(
     with show(
         "prepare", sum(task.unit.bytes for task in tasks), lambda: units_done(journal.workers, left, done)
     ) as tick:
-        for task, result in zip(tasks, pool.run(tasks, tick), strict=True):
-            assert result is not None
-            if not result.finished:
-                bad = next(record for record in result.counts.bad if pool.opened.stop or record.reason == TOO_LONG)
+        for task, segments in zip(tasks, pool.run(tasks, tick), strict=True):
+            assert segments is not None
+            if not segments[-1].finished:
+                listed = segments[-1].counts.bad
+                bad = next(record for record in listed if pool.opened.stop or record.reason == TOO_LONG)
                 line = _lines_before(journal, units, task, bad.piece, pool) + bad.line
                 raise bad_record(task.unit, line, bad, pool.job.recipe)
-            results.append(result)
+            results += segments
             left.discard(task.key)
-            done = done[0] + task.unit.bytes, done[1] + result.counts.documents, done[2] + result.counts.tokens
+            done = (
+                done[0] + task.unit.bytes,
+                done[1] + sum(segment.counts.documents for segment in segments),
+                done[2] + sum(segment.counts.tokens for segment in segments),
+            )
             tick()
     return results
 
@@ -405,9 +409,9 @@ def _lines_before(journal: Journal, units: _UnitList, task: Task, piece: int, po
             break
         before = other.unit.pieces if other.unit.index < task.unit.index else task.unit.pieces[:piece]
         places = [number for number, other_piece in enumerate(before) if other_piece.file.path == path]
-        result = unit_result(journal.units, other.key) if places else None
-        if result is not None:
-            total += sum(result.counts.lines[number] for number in places)
+        results = finished_unit(journal, other.key) if places else None
+        if results is not None:
+            total += sum(result.counts.lines[number] for result in results for number in places)
         elif places:
             pieces = tuple(before[number] for number in places)
             reading = read_unit(Unit(index=0, pieces=pieces), pool.opened.reading)

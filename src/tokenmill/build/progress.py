@@ -14,19 +14,18 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from tokenmill.build.counts import add_counts
 from tokenmill.build.journal import (
     BUILD,
-    PUBLISH,
     SIZE,
     STOPPED,
-    UNITS,
     BuildSize,
     Journal,
-    add_counts,
     unit_result,
 )
-from tokenmill.build.unit import FAILED, read_worker_file, read_worker_files
-from tokenmill.errors import StoreCorruptError, harmless
+from tokenmill.build.notes import FAILED, read_note, read_notes
+from tokenmill.build.state import state_name
+from tokenmill.errors import harmless
 from tokenmill.store.lease import find_holder, has_ended
 
 _SECONDS_BETWEEN = 0.2
@@ -171,11 +170,12 @@ def _printer(what: str, total_bytes: int, *, always: bool | None) -> Iterator[Ca
 
 def units_done(workers: Path, left: Container[str], done: tuple[int, int, int]) -> tuple[int, int, int]:
     """Add to what is done in finished units what workers have done of the units that are `left`, by their keys."""
-    notes = read_worker_files(workers)
-    done_bytes, documents, tokens = map(
-        sum, zip(done, *(note for key, note in notes.items() if key in left), strict=True)
+    notes = [note for key, note in read_notes(workers).items() if key in left]
+    return (
+        done[0] + sum(note.bytes for note in notes),
+        done[1] + sum(note.documents for note in notes),
+        done[2] + sum(note.tokens for note in notes),
     )
-    return done_bytes, documents, tokens
 
 
 # A build as its folder shows it: while it runs, on whatever machines, and after it was killed.
@@ -199,16 +199,9 @@ class WorkerStatus:
     tokens: int
     unit_bytes: int
     """Of all the input of its unit."""
-    bytes_a_second: float | None
-    """Of input, in this unit; None where that is not known yet."""
-    seconds_left: float | None
-    """Until its unit is done, at that rate."""
     silent_seconds: float
     """Since its last note."""
     state: Literal["at work", "silent", "ended"]
-
-
-State: TypeAlias = Literal["under way", "stopped", "publishing", "finished", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,9 +209,8 @@ class BuildStatus:
     """A build as its folder shows it."""
 
     path: str
-    state: State
-    """`stopped`: begun, but its process has ended or no worker has written a note lately; the same command resumes
-    it."""
+    state: Literal["empty", "running", "stopped", "publishing", "finished"]
+    """`StateName`, or `stopped`: no process is at work. The same command resumes it."""
     reason: str | None
     """Why it stopped: the error that ended it, or the process that was killed; None if that is not known."""
     units: int | None
@@ -268,7 +260,7 @@ def build_status(out: str | os.PathLike[str]) -> BuildStatus:
     if size is not None and done and seconds > 0:
         left = seconds * (size.units - len(done)) / len(done)
     recent = bool(busy) or (not failed and now - begun < SILENT_SECONDS)
-    state, reason = _state(journal, begun=bool(begun), busy=bool(busy), recent=recent)
+    state, reason = _state(journal, busy=bool(busy), recent=recent)
     return BuildStatus(
         path=str(journal.out),
         state=state,
@@ -290,28 +282,27 @@ def build_status(out: str | os.PathLike[str]) -> BuildStatus:
     )
 
 
-def _state(journal: Journal, *, begun: bool, busy: bool, recent: bool) -> tuple[State, str | None]:
-    """Return the state of a build, and why it stopped; `recent`: it may run, by what workers wrote.
+def _state(
+    journal: Journal, *, busy: bool, recent: bool
+) -> tuple[Literal["empty", "running", "stopped", "publishing", "finished"], str | None]:
+    """Return the state of a build, and why it stopped; `recent`: workers wrote a note lately.
 
-    The process that runs a build holds the lease of its folder, and whether one of this machine lives is known.
-    Parts of a build, of which there is a list of units, run without a lease.
+    The process that runs a build holds the lease of its folder, and on this machine it is known whether it lives.
+    Parts of a build run without a lease.
     """
-    publishing = bool(journal.time_of(PUBLISH))
-    if begun or publishing:
-        running: State = "publishing" if publishing else "under way"
-        holder, is_held = find_holder(journal.out)
-        if is_held:
-            return running, None
-        has_parts = busy and bool(journal.time_of(UNITS))
-        if holder is not None and not has_parts:
+    state = state_name(journal)
+    if state in ("empty", "finished"):
+        return state, None
+    holder, is_held = find_holder(journal.out)
+    if is_held:
+        return state, None
+    if not busy:
+        if holder is not None:
             return "stopped", f"{holder} was killed"
         reason = _text(journal.folder / STOPPED)
-        if reason is not None and not has_parts:
+        if reason is not None:
             return "stopped", reason
-        return (running, None) if publishing or recent else ("stopped", reason)
-    with suppress(StoreCorruptError):
-        return ("finished" if journal.finished() is not None else "none"), None
-    return "none", None
+    return (state, None) if state == "publishing" or recent else ("stopped", _text(journal.folder / STOPPED))
 
 
 def _text(path: Path) -> str | None:
@@ -351,21 +342,18 @@ def _failed(workers: Path) -> Iterator[tuple[str, str]]:
 def _workers(journal: Journal, now: float) -> Iterator[WorkerStatus]:
     for name in sorted(_names(journal.workers)):
         path = journal.workers / name
-        note = read_worker_file(path)
+        note = read_note(path)
         if note is None:
             continue
         silent = max(0.0, now - _changed(path))
         ended = has_ended(name.rpartition("-")[0])
-        rate = 1000 * note.bytes / note.milliseconds if note.milliseconds > 0 else None
         yield WorkerStatus(
             name=name,
             unit=note.key,
-            bytes=note.position,
+            bytes=note.bytes,
             documents=note.documents,
             tokens=note.tokens,
             unit_bytes=note.unit_bytes,
-            bytes_a_second=rate,
-            seconds_left=(note.unit_bytes - note.position) / rate if rate else None,
             silent_seconds=silent,
             state="ended" if ended else "silent" if silent > SILENT_SECONDS else "at work",
         )

@@ -298,7 +298,7 @@ def _show(out: str, report: PrepareReport | UnitsReport | PartReport) -> None:
         ]
         notes = {
             "hash": "records are hashed; run this part again when all parts have done so",
-            "published": "nothing to do: the store is finished",
+            "finished": "nothing to do: the store is finished",
         }
         rows += [("note", notes[report.phase])] if report.phase in notes else []
         ui.show_table(ui.facts_table(f"Part {report.part} of {report.parts} of {out}", rows))

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from tokenmill.errors import StoreCorruptError, writing
+from tokenmill.errors import writing
 from tokenmill.store.layout import FileInfo
 from tokenmill.types import AnyArray
 
@@ -123,29 +123,17 @@ def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
 
 
 class CheckedFile:
-    """A file that grows at its end and knows the checksum of all that it holds: new, or as it was at a checkpoint.
+    """A new file that grows at its end and knows the checksum of its content.
 
     It is opened when it is written to and can be closed in between: a build may have thousands of domains, each
-    with files of its own, and a process may have but some hundred files open.
+    with files of its own, and a process may have only some hundred files open.
     """
 
-    def __init__(self, path: Path, saved: FileInfo | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._hash = xxhash.xxh3_128()
-        self._bytes = saved.bytes if saved else 0
-        self._stream: io.FileIO | None = None
-        if saved is None:
-            self._stream = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by `close`
-            return
-        if not path.is_file() or path.stat().st_size < saved.bytes:
-            raise StoreCorruptError(
-                f"{path}: must have {saved.bytes} bytes to go on, got fewer; the unit is done again"
-            )
-        os.truncate(path, saved.bytes)
-        if saved.bytes:
-            self._hash.update(self.read_back(np.dtype(np.uint8), saved.bytes).data)
-        if self._hash.hexdigest() != saved.xxh3:
-            raise StoreCorruptError(f"{path}: must be as it was left, got other bytes; the unit is done again")
+        self._bytes = 0
+        self._stream: io.FileIO | None = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by `close`
 
     def write(self, values: AnyArray) -> None:
         """Add an array at the end."""

@@ -64,26 +64,14 @@ class Origin:
         return f"{self.file}:{self.place}" if self.counts == "line" else f"{self.file} {self.counts} {self.place}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OriginCheckpoint:
-    """What `OriginWriter` needs to go on."""
-
-    documents: Count
-    piece: int
-    line: Count
-    """Where the next document is if it belongs to the last run."""
-    kept_bytes: Count
-    files: Mapping[str, FileInfo]
-
-
 class OriginWriter:
-    """Notes where the documents of a unit come from, in a folder that is there; new, or from a checkpoint on."""
+    """Writes where the documents of a unit come from, into an existing folder."""
 
-    def __init__(self, folder: Path, *, keeps: bool, saved: OriginCheckpoint | None = None) -> None:
+    def __init__(self, folder: Path, *, keeps: bool) -> None:
         names = (RUNS, ENDS, KEPT) if keeps else (RUNS,)
-        self._files = {name: CheckedFile(folder / name, saved.files[name] if saved else None) for name in names}
-        self._documents, self._kept_bytes = (saved.documents, saved.kept_bytes) if saved else (0, 0)
-        self._next = (saved.piece, saved.line) if saved else (-1, 0)
+        self._files = {name: CheckedFile(folder / name) for name in names}
+        self._documents = self._kept_bytes = 0
+        self._next = (-1, 0)
 
     def append(self, pieces: Int64Array, lines: Int64Array, kept: Sequence[bytes]) -> None:
         """Add documents, one at least: the piece and line of each, and the JSON of what is kept of it."""
@@ -107,15 +95,9 @@ class OriginWriter:
         for file in self._files.values():
             file.close()
 
-    def sync(self) -> OriginCheckpoint:
-        """Make all that was noted durable; return what it takes to go on from here."""
-        return OriginCheckpoint(
-            documents=self._documents,
-            piece=self._next[0],
-            line=self._next[1],
-            kept_bytes=self._kept_bytes,
-            files={name: file.sync() for name, file in self._files.items()},
-        )
+    def sync(self) -> dict[str, FileInfo]:
+        """Make all that was written durable; return size and checksum of each file."""
+        return {name: file.sync() for name, file in self._files.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

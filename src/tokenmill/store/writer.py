@@ -24,7 +24,6 @@ from tokenmill.store.layout import MANIFEST, FileInfo, Manifest, ShardInfo, mani
 from tokenmill.store.lease import Lease
 from tokenmill.store.opening import store_of
 from tokenmill.store.store import Store
-from tokenmill.tables import as_json, read_table
 from tokenmill.types import AnyArray, Int64Array, IntegerArray
 
 MAX_TOKENS_PER_SHARD = 1 << 29
@@ -161,18 +160,6 @@ class StoreWriter:
         return manifest
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Checkpoint:
-    """What a series of shards needs to go on."""
-
-    shards: tuple[ShardInfo, ...]
-    """Those that are finished."""
-    open: ShardInfo | None
-    """The one that is being written, with the sizes and checksums of its files so far."""
-    hashes: FileInfo | None
-    """The hashes of its documents so far."""
-
-
 class ShardSeries:
     """Appends records to shards `0`, `1`, ... in a folder.
 
@@ -212,35 +199,6 @@ class ShardSeries:
         self._close_shard()
         return self.shards
 
-    def checkpoint(self) -> dict[str, Any]:
-        """Make all that was written durable, and return, as JSON, what `reopen` needs to go on from here."""
-        opened, hashes = (self._open.sync(), self._open.hashes.sync()) if self._open else (None, None)
-        checkpoint: dict[str, Any] = as_json(_Checkpoint(shards=tuple(self.shards), open=opened, hashes=hashes))
-        return checkpoint
-
-    @classmethod
-    def reopen(cls, folder: Path, spec: StoreSpec, checkpoint: Mapping[str, Any]) -> ShardSeries:
-        """Go on from a checkpoint; StoreCorruptError if the files are not as it says.
-
-        Of shards that were finished before it only the sizes are looked at; `verify` reads them.
-        """
-        saved = read_table(_Checkpoint, checkpoint, "checkpoint", error=StoreCorruptError)
-        series = cls(folder, spec)
-        series.shards = list(saved.shards)
-        for shard in series.shards:
-            check_sizes(folder, shard.stored_files)
-            if not (hashes := _hashes_beside(folder / shard.name)).exists():
-                raise StoreCorruptError(f"{hashes}: must be there to go on, got nothing; the unit is done again")
-        # Shards that were begun after the checkpoint go.
-        first_later = len(series.shards) + (saved.open is not None)
-        for child in folder.glob("*"):
-            number = child.name.partition(".")[0]  # of its folder or file, and of its hashes
-            if number.isdigit() and int(number) >= first_later:
-                _remove(child)
-        if saved.open is not None:
-            series._open = _ShardWriter(folder / str(len(series.shards)), spec, saved.open, saved.hashes)
-        return series
-
     def _cut(
         self, values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array], begin: int, end: int
     ) -> tuple[dict[str, AnyArray], dict[str, Int64Array]]:
@@ -263,25 +221,21 @@ class ShardSeries:
 
 
 class _ShardWriter:
-    """Appends records to the files of one shard, in a folder that must not be there yet, or from a checkpoint on.
+    """Appends records to the files of one shard, in a new folder.
 
-    What was written after the checkpoint is cut off, what came before is proven by checksum. Nothing is durable
-    before `sync` or `commit`. An array `position_ids` that is not given is numbered through the shard.
+    Nothing is durable before `commit`. An array `position_ids` that is not given is numbered through the shard.
     """
 
-    def __init__(
-        self, folder: Path, spec: StoreSpec, saved: ShardInfo | None = None, hashes: FileInfo | None = None
-    ) -> None:
+    def __init__(self, folder: Path, spec: StoreSpec) -> None:
         self.folder = folder
         self.spec = spec
-        self.documents = saved.documents if saved else 0
-        self._sizes = {axis: saved.size_of(axis) if saved else (0, 0) for axis in spec.axes}
+        self.documents = 0
+        self._sizes = dict.fromkeys(spec.axes, (0, 0))
         self._ids = layout.token_keys(spec.keys)
-        if saved is None:
-            folder.mkdir(parents=True)
+        folder.mkdir(parents=True)
         names = [*map(layout.key_file, spec.keys), *map(layout.index_file, spec.axes)]
-        self._files = {name: CheckedFile(folder / name, saved.files[name] if saved else None) for name in names}
-        self.hashes = CheckedFile(_hashes_beside(folder), hashes)
+        self._files = {name: CheckedFile(folder / name) for name in names}
+        self.hashes = CheckedFile(_hashes_beside(folder))
 
     @property
     def tokens(self) -> int:
@@ -308,8 +262,8 @@ class _ShardWriter:
         for file in (*self._files.values(), self.hashes):
             file.close()
 
-    def sync(self) -> ShardInfo:
-        """Make all that was written durable, and return what is known of the shard so far."""
+    def _sync(self) -> ShardInfo:
+        """Make all that was written durable, and return sizes and checksums."""
         only_documents = tuple(self._sizes) == ("documents",)
         return ShardInfo(
             name=self.folder.name,
@@ -325,7 +279,7 @@ class _ShardWriter:
             file = self._files[layout.index_file(axis)]
             file.write(np.array([size], layout.OFFSET_DTYPE))
             file.write(layout.anchors_of(file.read_back(layout.OFFSET_DTYPE, items + 1)))
-        shard = self.sync()
+        shard = self._sync()
         sync_folder(self.folder)
         finish_hashes(self.hashes, shard)
         return to_h5(self.folder, shard, self.spec.keys) if self.spec.storage == "h5" else shard

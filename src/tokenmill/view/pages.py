@@ -684,7 +684,6 @@ BYTES = {"bytes", "hits", "evicted"}
 
 def build_page(status: BuildStatus) -> str:
     """Show how far a build is; the page asks again by itself until it is finished."""
-    rates = [each.bytes_a_second for each in status.workers if each.state == "at work" and each.bytes_a_second]
     shown = [
         ("state", status.state),
         ("because", status.reason),
@@ -694,7 +693,6 @@ def build_page(status: BuildStatus) -> str:
         ("left over by killed workers", status.units_left_over),
         ("documents", status.documents),
         ("tokens", status.tokens),
-        ("now", f"{megabytes(round(sum(rates)))}/s of input" if rates else None),
         (
             "so far",
             f"{megabytes(round(status.text_bytes / status.seconds))}/s of text" if status.seconds > 0 else None,
@@ -715,18 +713,14 @@ def build_page(status: BuildStatus) -> str:
         (
             *(each.name, each.state, each.unit[:12], Bar(each.bytes / max(each.unit_bytes, 1))),
             f"{megabytes(each.bytes)} of {megabytes(each.unit_bytes)}",
-            f"{megabytes(round(each.bytes_a_second))}/s" if each.bytes_a_second else None,
-            *(duration(each.seconds_left), each.documents, each.tokens, duration(each.silent_seconds)),
+            *(each.documents, each.tokens, duration(each.silent_seconds)),
         )
         for each in status.workers
     ]
-    columns = (
-        *("worker", "state", "unit", "", "of its unit", "rate", "left of its unit"),
-        *("documents", "tokens", "since its last word"),
-    )
+    columns = (*("worker", "state", "unit", "", "of its unit", "documents", "tokens", "last heartbeat"),)
     failed = [(key[:12], why) for key, why in status.failed.items()]
     about = "" if status.exact else "<p>Documents and tokens are in proportion to some units.</p>"
-    again = ' data-again="2"' if status.state in ("under way", "stopped", "publishing") else ""
+    again = ' data-again="2"' if status.state in ("running", "stopped", "publishing") else ""
     tables = [Table(title="Workers", columns=columns, rows=workers)]
     tables += [
         Table(title="Units that failed; the same command tries them again", columns=("unit", "why"), rows=failed)

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tokenmill.build.journal import PUBLISH, Journal
-from tokenmill.errors import StoreCorruptError
+from tokenmill.build.journal import Journal
+from tokenmill.build.state import state_name
 from tokenmill.store import open_store
 from tokenmill.store.files import make_folder, sync_folder, write_atomically
 from tokenmill.store.foreign.export import meta_of
@@ -50,11 +50,8 @@ def withheld(out: Path, storage: str) -> Iterator[None]:
 
 
 def _is_under_way(out: Path) -> bool:
-    journal = Journal(out)
-    try:
-        return journal.unfinished() is not None or (journal.folder / PUBLISH).exists()
-    except StoreCorruptError:
-        return True
+    """Return whether a build was begun and its store is not finished."""
+    return state_name(Journal(out)) in ("running", "publishing")
 
 
 def _withdraw(out: Path) -> None:
