@@ -149,14 +149,11 @@ def start(name: str, stack: ExitStack, work: Path) -> dict[str, Any]:
 
 
 class NoWork:
-    """Answers at once that a unit is done, with a shard of one document."""
+    """Reports every task as done at once."""
 
-    def __init__(self, answer: Any) -> None:
-        self._answer = answer
-
-    def submit(self, function: Any, job: bytes, task: bytes) -> Future[bytes]:
-        future: Future[bytes] = Future()
-        future.set_result(self._answer(task))
+    def submit(self, function: Any, out: str, checksum: str, index: int) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_result(None)
         return future
 
 
@@ -169,15 +166,13 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def drive(num_units: int, work: Path) -> dict[str, Any]:
-    """Hand out units of no work, then publish them; each is a copy of one that was really done, by links."""
-    import msgspec
-
+    """Hand out units of no work and read their results, then publish them; each is a copy of one by links."""
     from tokenmill.build import build as module
     from tokenmill.build import journal as journals
     from tokenmill.build import plan_units, publish, run_part
     from tokenmill.build.counts import Counts
-    from tokenmill.build.engines import run_by
-    from tokenmill.build.tasks import Answer, Task
+    from tokenmill.build.schedule import Outcome, run_by
+    from tokenmill.build.tasks import Task, finished_unit, write_list
     from tokenmill.documents import InputFile, Piece, Unit
     from tokenmill.encode.recipe.recipe import load_recipe
 
@@ -185,43 +180,37 @@ def drive(num_units: int, work: Path) -> dict[str, Any]:
     plan_units(work / "none.jsonl", out=work / "one")
     run_part(work / "one", "0/1", workers=1, progress=False)
     (done,) = journals.Journal(work / "one").units.glob("[!.]*")
-    known = journals.unit_result(done.parent, done.name)
     file = InputFile(path="/none.jsonl", name="none.jsonl", bytes=num_units, suffix=".jsonl")
     tasks = [
         Task(
+            kind="write",
             unit=Unit(index=i, pieces=(Piece(file=file, begin=i, end=i + 1, bytes=1),)),
             key=f"{i:032x}",
         )
         for i in range(num_units)
     ]
-
-    def answer(task: bytes) -> bytes:
-        return msgspec.json.encode(Answer(result=(replace(known, key=msgspec.json.decode(task)["key"]),)))
-
-    result, recipe = module.BuildResult(), load_recipe("text")
-    begin = time.perf_counter()
-    for task, each in zip(tasks, run_by(NoWork(answer), b"{}", tasks, lambda: None), strict=True):
-        assert each is not None
-        result.add(task.unit, each, recipe, resumed=False, stop=True)
-    driven = time.perf_counter() - begin
     journal = journals.Journal(work / "store")
+    journal.begin(journals.RunningBuild(identity={}, chunk_bytes=1, rebuild=False))
     for task in tasks:
         shutil.copytree(done, journal.units / task.key, copy_function=link_or_copy)
     os.sync()
-    finished = journals.Ledger(
-        identity={},
-        routes=(),
-        inputs=(),
-        counts=Counts(),
-        scans=(),
-    )
+    units = write_list(journal, "write", tasks, b"{}", {}, {})
+    result, recipe = module.BuildResult(), load_recipe("text")
+    begin = time.perf_counter()
+    for index in run_by(NoWork(), journal, units, range(len(units)), lambda: None):
+        task = units.task(index)
+        segments = finished_unit(journal, task.key)
+        assert segments is not None
+        shards = tuple(replace(segment, key=task.key) for segment in segments)
+        result.add(Outcome(task=task, is_resumed=False, segments=shards), recipe, stop=True)
+    driven = time.perf_counter() - begin
     publication = publish.Publication(
         is_cleared=True,
         cleared=(),
         units=tuple(result.units),
         base={},
         manifest={"kind": "seq", "keys": {"sequence": "<u2"}, "tokenizer": {"vocab_size": 9}, "recipe": {}},
-        ledger=finished,
+        ledger=journals.Ledger(identity={}, routes=(), inputs=(), counts=Counts(), scans=()),
     )
     begin, cpu = time.perf_counter(), time.process_time()
     publish.publish(journal, publication)

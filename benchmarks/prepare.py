@@ -226,12 +226,14 @@ def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
         with opening:
             publish_first(*arguments)
 
-    def take_turns(pool: Any, tasks: Any, tick: Any) -> Iterator[Any]:
-        for task, result in zip(tasks, run_first(pool, tasks, tick), strict=True):
-            with alone:
-                for batch in texts[task.unit.index]:
-                    second.encode(batch)
-            yield result
+    def take_turns(pool: Any, journal: Any, tasks: Any, indices: Any, tick: Any) -> Iterator[int]:
+        for index in run_first(pool, journal, tasks, indices, tick):
+            task = tasks.task(index)
+            if task.kind == "write":
+                with alone:
+                    for batch in texts[task.unit.index]:
+                        second.encode(batch)
+            yield index
 
     job._open_tokenizer, build.WorkerPool.run = timed_open, take_turns  # type: ignore[method-assign]
     job.settle_recipe, build._publish = timed_settle, timed_publish
@@ -253,25 +255,36 @@ def paired(corpus: str, tokenizer: str, work: str) -> dict[str, float]:
 
 def in_workers(workers: int, corpus: str, tokenizer: str, work: str) -> dict[str, float]:
     """Build in worker processes; the clock runs from when all of them have opened and loaded what they need."""
-    from dataclasses import replace
-
     from tokenmill.build import prepare
-    from tokenmill.build.build import WorkerPool
+    from tokenmill.build.journal import UNITS, Journal
+    from tokenmill.build.schedule import WorkerPool
+    from tokenmill.build.tasks import Task, TaskList, read_job, write_list
 
-    clock, peak = Stopwatch(), [0.0]
+    clock, peak, run = Stopwatch(), [0.0], WorkerPool.run
 
-    def timed(pool: WorkerPool, tasks: Any, tick: Any) -> Iterator[Any]:
-        small = unit_to_load(work, Path(corpus).suffix, tasks[0].unit.bytes)
-        warm = [replace(tasks[0], unit=small, key=f"warm-{number}") for number in range(workers)]
-        for _ in pool.run_in_processes(warm, workers, tick):  # one each, as all are free
+    def timed(pool: WorkerPool, journal: Journal, tasks: TaskList, indices: Any, tick: Any) -> Iterator[int]:
+        small = unit_to_load(work, Path(corpus).suffix, tasks.task(len(tasks) - 1).unit.bytes)
+        warm = [Task(kind="write", unit=small, key=f"warm{number}") for number in range(workers)]
+        listed = (journal.folder / UNITS).read_bytes()
+        warm_list = write_list(journal, "write", warm, read_job(journal, tasks.head), {}, {})
+        for _ in run(pool, journal, warm_list, range(workers), tick):  # one each, as all are free
             pass
+        (journal.folder / UNITS).write_bytes(listed)
         with clock:
-            results = list(pool.run_in_processes(tasks, workers, tick))
+            done = list(run(pool, journal, tasks, indices, tick))
         peak[0] = max(map(peak_mb, children()))
-        yield from results
+        yield from done
 
-    WorkerPool.run = timed  # type: ignore[method-assign]
-    report = prepare(corpus, out=Path(work) / "store", tokenizer=tokenizer, workers=2, progress=False)
+    WorkerPool.run = timed  # type: ignore[method-assign,assignment]
+    # A timeout has one worker run in a process, too.
+    report = prepare(
+        corpus,
+        out=Path(work) / "store",
+        tokenizer=tokenizer,
+        workers=workers,
+        unit_timeout=10**6,
+        progress=False,
+    )
     return {"wall": clock.wall, "worker_peak_mb": peak[0], "text_bytes": report.text_bytes}
 
 

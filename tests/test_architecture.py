@@ -21,7 +21,18 @@ from tokenmill.hooks import attached
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "tokenmill"
 MODULES = sorted(PACKAGE.rglob("*.py"))
-FLOOR = {"errors", "types", "fingerprint", "fields", "tables", "caches", "compiled", "hooks", "__version__"}
+FLOOR = {
+    "errors",
+    "types",
+    "fingerprint",
+    "fields",
+    "tables",
+    "caches",
+    "compiled",
+    "hooks",
+    "progress",
+    "__version__",
+}
 """What every room stands on; these know one another alone."""
 MAKING = {"documents", "encode", "store", "plan", "packing", "loader", "live", "config", "build"}
 MAY_IMPORT = {

@@ -107,7 +107,7 @@ def workers_of(parent: int) -> list[int]:
             stat = Path(entry.path, "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if title.startswith(b"ray::run_unit") and (not parent or int(stat[1]) == parent):
+        if title.startswith(b"ray::run_index") and (not parent or int(stat[1]) == parent):
             found.append(int(entry.name))
     return found
 

@@ -14,17 +14,24 @@ import tempfile
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 from tests.build.clusters import CHATS, bad_records, build, digest_of, write_bad, write_corpus
 
 from tokenmill.build import PrepareOptions, plan_units, prepare, run_part
-from tokenmill.build.engines import MAX_IN_FLIGHT, run_by
-from tokenmill.build.parts import asked_for
-from tokenmill.build.tasks import Answer, Task
+from tokenmill.build.job import asked_for
+from tokenmill.build.journal import Journal, RunningBuild
+from tokenmill.build.schedule import MAX_IN_FLIGHT, run_by
+from tokenmill.build.tasks import Task, error_of, write_list
 from tokenmill.demo import TOKENIZER_DIR
 from tokenmill.documents import cut_files, find_files
-from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreMissingError, WorkerLostError
+from tokenmill.errors import (
+    ConfigError,
+    DocumentError,
+    StoreCorruptError,
+    StoreMissingError,
+    TokenmillError,
+    WorkerLostError,
+)
 from tokenmill.store import read_manifest
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the engines themselves
@@ -352,52 +359,62 @@ def test_ray_makes_the_same_store_through_many_kills(corpus, wanted, short_path)
 
 
 def tasks_of(folder, count):
+    """Write a list of tasks of which nothing is done; return the journal and the list."""
     path = folder / "in.txt"
     path.write_text("text")
     (unit,) = cut_files(find_files(path).files, chunk_bytes=1 << 20)
-    return [Task(unit=unit, key=str(number)) for number in range(count)]
+    journal = Journal(folder / "out")
+    journal.begin(RunningBuild(identity={}, chunk_bytes=1, rebuild=False))
+    tasks = [Task(kind="write", unit=unit, key=str(number)) for number in range(count)]
+    return journal, write_list(journal, "write", tasks, b"{}", {}, {})
 
 
 class Backwards:
-    """Does units in the wrong order, when as many are under way as may be; counts those."""
+    """Does tasks in the wrong order, when as many are in progress as may be; counts those."""
 
     def __init__(self, wrong=()):
         self.waiting, self.most, self.wrong = [], 0, wrong
 
-    def submit(self, _, __, task):
+    def submit(self, _, __, ___, index):
         future = concurrent.futures.Future()
-        self.waiting.append((future, task))
+        self.waiting.append((future, index))
         self.most = max(self.most, len(self.waiting))
         return future
 
     def tick(self):
         while self.waiting:
-            future, task = self.waiting.pop()
-            key = json.loads(task)["key"]
+            future, index = self.waiting.pop()
             if not future.set_running_or_notify_cancel():
                 continue
-            if key in self.wrong:
-                future.set_exception(ConnectionError(f"lost {key}"))
+            if index in self.wrong:
+                future.set_exception(ConnectionError(f"lost {index}"))
             else:
-                future.set_result(msgspec.json.encode(Answer()))
+                future.set_result(None)
 
 
 def test_results_come_in_order_whatever_the_order_of_an_engine(tmp_path):
     engine = Backwards()
-    tasks = tasks_of(tmp_path, MAX_IN_FLIGHT + 100)
-    results = list(run_by(engine, b"", tasks, engine.tick))
-    assert results == [None] * len(tasks)
+    journal, tasks = tasks_of(tmp_path, MAX_IN_FLIGHT + 100)
+    indices = range(len(tasks))
+    assert list(run_by(engine, journal, tasks, indices, engine.tick)) == list(indices)
     assert engine.most == MAX_IN_FLIGHT
 
 
 def test_work_that_an_engine_lost_is_told_as_such_and_the_first_in_order_counts(tmp_path):
     """To try again may help, which is not so for a bad record: those are of other classes."""
-    engine = Backwards(wrong=("7", "3", "5"))
+    engine = Backwards(wrong=(7, 3, 5))
     found = []
+    journal, tasks = tasks_of(tmp_path, 10)
     with pytest.raises(WorkerLostError, match=r"in\.txt: a worker must live .* ConnectionError: lost 3; run again"):
-        found.extend(run_by(engine, b"", tasks_of(tmp_path, 10), engine.tick))
-    assert found == [] or found == [None] * len(found)
+        found.extend(run_by(engine, journal, tasks, range(10), engine.tick))
+    assert found in ([], [0, 1, 2])
     assert not issubclass(DocumentError, WorkerLostError)
+
+
+def test_an_error_of_an_unknown_class_is_raised_all_the_same():
+    assert type(error_of("DocumentError", "why")) is DocumentError
+    for name in ("Refusal", "warn", "re"):
+        assert (type(error_of(name, "why")), str(error_of(name, "why"))) == (TokenmillError, "why")
 
 
 def test_what_is_no_executor_is_refused(tmp_path):

@@ -227,9 +227,9 @@ def test_sources_of_text_in_object_storage_give_the_batches_of_local_files(corpu
 
 @pytest.mark.usefixtures("corpus")
 def test_a_long_copy_that_nobody_watches_says_how_far_it_is(place, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("tokenmill.build.downloads.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("tokenmill.progress.LINE_SECONDS", 0.0)
     copy_inputs(below(place, "a.jsonl"), tmp_path / "here", is_known=is_known)
-    assert "inputs are copied from object storage: 0 of 0 MB" in caplog.text
+    assert "inputs are copied from object storage: 0 MB of 0 MB" in caplog.text
 
 
 @pytest.mark.usefixtures("corpus")

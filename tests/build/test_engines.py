@@ -14,17 +14,16 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import pytest
 from tests.build.corpus import files_of, some_texts, write_file
 
-from tokenmill.build import PrepareOptions, prepare
+from tokenmill.build import PrepareOptions, plan_units, prepare
 from tokenmill.build.engines import LocalExecutor
-from tokenmill.build.journal import unit_result
-from tokenmill.build.notes import read_note
-from tokenmill.build.progress import build_status
-from tokenmill.build.tasks import Task, read_answer, run_unit
-from tokenmill.errors import ConfigError, StoreError, StoreMissingError, WorkerLostError
+from tokenmill.build.journal import Journal, unit_result
+from tokenmill.build.notes import read_failure, read_note
+from tokenmill.build.status import build_status
+from tokenmill.build.tasks import read_list, run_index
+from tokenmill.errors import ConfigError, StoreMissingError, WorkerLostError
 from tokenmill.store import read_manifest
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds processes in /proc")
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="fi
 # Not guarded by `if __name__ == "__main__"`: workers must not run the script of their parent again.
 SCRIPT = """
 import sys
-from tokenmill.build import PrepareOptions, prepare
+from tokenmill.build import PrepareOptions, plan_units, prepare
 with open(sys.argv[3], "a") as log:
     log.write("once ")
 prepare(sys.argv[1], out=sys.argv[2], workers=2, options=PrepareOptions(chunk_bytes=1 << 20))
@@ -204,7 +203,7 @@ def test_a_unit_whose_worker_is_stuck_is_told_of_and_ends_the_build_in_time(
     tmp_path, monkeypatch, capfd, engine, deduplicate
 ):
     """Which unit, and for how long; what its worker was at is done when the build goes on."""
-    monkeypatch.setattr("tokenmill.build.engines.STALL_SECONDS", 1)
+    monkeypatch.setattr("tokenmill.build.schedule.STALL_SECONDS", 1)
     corpus = write_file(tmp_path / "input.jsonl", some_texts(2000) * 20)
     options = PrepareOptions(chunk_bytes=1 << 20, deduplicate=deduplicate)
     journal = tmp_path / "store" / ".prepare"
@@ -253,32 +252,21 @@ def test_a_timeout_must_be_a_number_of_seconds(tmp_path):
 
 
 def unit_of(tmp_path, **options):
-    """Return a job and its only task, as they are sent to workers, and the folder of its units."""
+    """Return the arguments by which a worker writes the only unit of a build, its key, and the folder of units."""
     corpus = write_file(tmp_path / "input.jsonl", some_texts(400) * 3)
-    sent = []
-
-    class Nobody:
-        def submit(self, _, job, task):
-            sent.append((job, task))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(
-            corpus,
-            out=tmp_path / "store",
-            progress=False,
-            executor=Nobody(),
-            options=PrepareOptions(max_tokens_per_shard=20_000, **options),
-        )
-    return *sent[0], tmp_path / "store" / ".prepare" / "units"
+    out = tmp_path / "store"
+    plan_units(corpus, out=out, options=PrepareOptions(max_tokens_per_shard=20_000, **options))
+    tasks = read_list(Journal(out))
+    ((index, key),) = [(index, task.key) for index, task in enumerate(tasks.tasks()) if task.kind == "write"]
+    return (str(out), tasks.head.checksum, index), key, out / ".prepare" / "units"
 
 
-def attempt_at_once(workers, job, task, units, dice):
-    """Have two workers do one unit at once, each paused and resumed at random; return what they answer.
+def attempt_at_once(workers, work, units, dice):
+    """Have two workers do one unit at once, each paused and resumed at random; return whether the build was over.
 
     Now and then one is paused until the other has finished, and the build is over.
     """
-    futures = [workers.submit(run_unit, job, task) for _ in range(2)]
+    futures = [workers.submit(run_index, *work) for _ in range(2)]
     processes = [worker.process for worker in workers._workers]
     zombie = dice.choice([None, None, *processes])
     over = False
@@ -295,15 +283,17 @@ def attempt_at_once(workers, job, task, units, dice):
             zombie = None
         victim.send_signal(signal.SIGCONT)
         time.sleep(dice.random() / 200)
-    return [read_answer(future.result()) for future in futures], over
+    for future in futures:
+        future.result()
+    return over
 
 
 @pytest.mark.parametrize("rounds", [6, pytest.param(1000, marks=[pytest.mark.deep, pytest.mark.timeout(1200)])])
 def test_two_attempts_at_a_unit_leave_one_that_is_whole(tmp_path, rounds):
     """[C1, D1.a] Whoever is second finds the unit done; one that wakes after the build is over harms nothing."""
-    job, task, units = unit_of(tmp_path)
-    key = msgspec.json.decode(task, type=Task).key
-    known = read_answer(run_unit(job, task))
+    work, key, units = unit_of(tmp_path)
+    journal = Journal(tmp_path / "store")
+    run_index(*work)
     whole = files_of(units / key)
     shutil.rmtree(units / key)
     dice = random.Random(rounds)
@@ -312,17 +302,17 @@ def test_two_attempts_at_a_unit_leave_one_that_is_whole(tmp_path, rounds):
     late = 0
     try:
         for number in range(rounds):
-            answers, over = attempt_at_once(workers, job, task, units, dice)
+            over = attempt_at_once(workers, work, units, dice)
             late += over
             folder = units.with_name("gone") if over else units
             assert files_of(folder / key) == whole, number
-            assert known in answers, number
             if over:
-                assert all(answer == known or isinstance(answer, StoreError) for answer in answers), answers
                 assert unit_result(units, key) is not None or not (units / key).exists()
+                failure = read_failure(journal.folder, key)
+                assert failure is None or failure.error == "StoreError", failure
                 shutil.rmtree(folder)
             else:
-                assert answers == [known, known], number
+                assert read_failure(journal.folder, key) is None, number
             assert list((units / f".tmp-{key}").glob("*")) == [] or over, number
             shutil.rmtree(units)
             units.mkdir()

@@ -13,7 +13,7 @@ import time
 import pytest
 
 import tokenmill as tm
-from tokenmill.build.progress import build_status
+from tokenmill.build.status import build_status
 from tokenmill.errors import DocumentError
 
 SLOW = """

@@ -17,9 +17,9 @@ from tests.documents.corpora import COMPRESS, CONTENTS
 
 from tokenmill.build import PrepareOptions, prepare
 from tokenmill.build import select as module
-from tokenmill.build.build import WorkerPool
+from tokenmill.build.schedule import WorkerPool
 from tokenmill.build.select import DUPLICATE, SURPLUS, TAKEN, domain_name, fates_of, is_validation
-from tokenmill.build.tasks import read_answer, run_unit
+from tokenmill.build.tasks import run_index
 from tokenmill.errors import ConfigError, DocumentError, StoreExistsError
 from tokenmill.store import open_store, read_manifest
 
@@ -401,17 +401,16 @@ def test_what_stands_behind_the_items_that_are_wanted_is_not_looked_at(tmp_path,
 
 @pytest.mark.parametrize("options", [{}, {"deduplicate": True, "val_fraction": 0.3, "max_seq_len": 50}])
 def test_units_may_be_done_in_any_order_and_more_than_once(tmp_path, monkeypatch, options):
-    """[C1] What goes in and out is JSON, so that any process that sees the files can do them."""
+    """[C1] By any process that sees the files, which needs no more than the index of a task."""
     corpus = write_file(tmp_path / "a.jsonl", some_texts(200) * 2)
     build(corpus, tmp_path / "straight", chunk_bytes=3000, **options)
     num_tasks = []
 
-    def run(pool, tasks, _tick):
-        num_tasks.append(len(tasks))
-        job = msgspec.json.encode(pool.job)
-        messages = {task.key: msgspec.json.encode(task) for task in tasks}
-        answers = {key: run_unit(job, messages[key]) for key in [*messages, *reversed(messages)]}
-        return (read_answer(answers[task.key]) for task in tasks)
+    def run(_pool, journal, tasks, indices, _tick):
+        num_tasks.append(len(indices))
+        for index in [*reversed(indices), *indices]:
+            run_index(str(journal.out), tasks.head.checksum, index)
+        yield from indices
 
     monkeypatch.setattr(WorkerPool, "run", run)
     build(corpus, tmp_path / "elsewhere", chunk_bytes=3000, **options)

@@ -110,7 +110,7 @@ def test_on_a_terminal_a_bar_does_and_is_gone_at_the_end(monkeypatch):
 
 
 def test_work_without_a_known_end_is_told_every_so_often_and_no_more_when_it_is_done(capsys, monkeypatch):
-    monkeypatch.setattr("tokenmill.cli.console.LINE_SECONDS", 0.05)
+    monkeypatch.setattr("tokenmill.progress.LINE_SECONDS", 0.05)
     with busy("compiling the plan"):
         time.sleep(0.18)
     told = capsys.readouterr().err
@@ -264,7 +264,7 @@ def test_quiet_leaves_out_warnings_and_keeps_results_and_errors(tokenmill, tmp_p
 
 
 def test_quiet_shows_no_progress(capsys, monkeypatch):
-    monkeypatch.setattr("tokenmill.cli.console.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("tokenmill.progress.LINE_SECONDS", 0.0)
     logger = logging.getLogger("tokenmill")
     for level, shown in ((logging.ERROR, False), (logging.WARNING, True)):
         monkeypatch.setattr(logger, "level", level)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
-from tokenmill import __version__
 from tokenmill.build.counts import Counts, ListedRecord, extend_listed
-from tokenmill.build.engines import Executor, LocalExecutor, UnitWatch, run_by
+from tokenmill.build.cut import cut_build, write_next_tasks, write_tasks
+from tokenmill.build.engines import Executor
 from tokenmill.build.inputs import stamp_of
 from tokenmill.build.job import (
     Job,
@@ -28,6 +26,7 @@ from tokenmill.build.job import (
     PrepareOptions,
     RecipeSpec,
     Setting,
+    asked_for,
     build_identity,
     field_of_strings,
     identify,
@@ -35,28 +34,25 @@ from tokenmill.build.job import (
     open_setting,
     record_setting,
 )
-from tokenmill.build.journal import SIZE, BuildSize, Journal, Ledger, TakenFile, UnitResult, unit_key, unit_results
-from tokenmill.build.notes import WORKERS
-from tokenmill.build.progress import Progress, Show, shown_progress, units_done
+from tokenmill.build.journal import Ledger, TakenFile
+from tokenmill.build.progress import Progress, Show, Step, shown_progress
 from tokenmill.build.publish import Publication, UnitShards, drop_unreadable, finish_publishing, publish
 from tokenmill.build.records import ArrowData, Paths, Records, paths_or_records, written_records
-from tokenmill.build.select import LEFT_OUT, TAKEN, fates_of, is_whole_scan
+from tokenmill.build.schedule import Outcome, WorkerPool, bad_record, check_timeout, num_workers_of, run_tasks
+from tokenmill.build.select import LEFT_OUT
 from tokenmill.build.staged import build_remote, staging_parent
 from tokenmill.build.state import Build, Request, open_build
-from tokenmill.build.tasks import Task, run_task, write_job_file
-from tokenmill.documents import RULES, BadRecord, InputFile, Unit, content_digest, cut_files, format_of, place
-from tokenmill.documents.units import is_changed
-from tokenmill.encode.recipe import RULES as RECIPE_RULES
-from tokenmill.encode.recipe import WAYS_OUT, Recipe
+from tokenmill.build.tasks import TaskList
+from tokenmill.documents import InputFile, content_digest, format_of
+from tokenmill.encode.recipe import Recipe
 from tokenmill.encode.recipe.encoder import ANSWERS_CUT, TOO_LONG
-from tokenmill.errors import ConfigError, DocumentError, StoreCorruptError, StoreError, TokenmillError, warn
+from tokenmill.errors import ConfigError, DocumentError, StoreError, TokenmillError, warn
 from tokenmill.fields import top_fields
 from tokenmill.fingerprint import digest
 from tokenmill.store.files import make_folder, write_atomically
 from tokenmill.store.layout import TOKENIZER_FOLDER, read_manifest
 from tokenmill.store.lease import Lease, leased_folder
 from tokenmill.tables import check_callable, check_types, is_address, path_of
-from tokenmill.types import Uint8Array
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -225,6 +221,7 @@ def prepare(  # noqa: PLR0913 - the front door
         unit_timeout=unit_timeout,
     )
     taken = paths_or_records(inputs)
+    build = partial(build, asked_inputs=None if isinstance(taken, Records) else taken)
     if isinstance(taken, Records):
         check_timeout(unit_timeout)
         num_workers_of(workers, executor)
@@ -254,7 +251,7 @@ def _show_of(progress: bool | None, on_progress: Callable[[Progress], None] | No
 
 
 @contextmanager
-def _not_shown(what: str, total_bytes: int, look: Callable[[], object]) -> Iterator[Callable[[], None]]:  # noqa: ARG001
+def _not_shown(what: Step, total_bytes: object, look: object, /) -> Iterator[Callable[[], None]]:  # noqa: ARG001
     """Show nothing of a step of the build."""
     yield lambda: None
 
@@ -272,6 +269,7 @@ def _build_store(  # noqa: PLR0913 - the arguments of `prepare`
     show: Show,
     options: PrepareOptions,
     unit_timeout: float | None,
+    asked_inputs: Paths | None,
 ) -> PrepareReport:
     """Build a store, or add to it, in a folder."""
     begin = time.monotonic()
@@ -283,11 +281,12 @@ def _build_store(  # noqa: PLR0913 - the arguments of `prepare`
         inputs, out=out, tokenizer=tokenizer, recipe=recipe, map=map, options=options, show=show, rebuild=rebuild
     )
     opening_seconds = time.monotonic() - begin
+    asked = {} if asked_inputs is None else asked_for(asked_inputs, tokenizer, recipe, options, map)
     result, job, opened = None, setting.job, setting.opened
-    with begun_build(setting, rebuild=rebuild) as (build, lease):
+    with opened_build(setting, rebuild=rebuild) as (build, lease):
         if build.files:
             with closing(WorkerPool(job, opened, num_workers, executor, unit_timeout)) as pool:
-                result = run_build(build, pool, show)
+                result = run_build(build, asked, pool, show)
             lease.check()
             _publish(build, result, job, opened, setting.warning)
         report = _report(build, result, opened, setting.framing, opening_seconds, begin)
@@ -297,7 +296,7 @@ def _build_store(  # noqa: PLR0913 - the arguments of `prepare`
 
 
 @contextmanager
-def begun_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lease]]:
+def opened_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lease]]:
     """Find out what there is to do in the folder of the store, and hold its lease for as long as that takes."""
     journal, options = setting.journal, setting.job.options
     with _system_errors_explained(journal.out):
@@ -316,29 +315,6 @@ def begun_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lea
             )
             with journal.recorded_end():
                 yield build, lease
-
-
-def num_workers_of(workers: int | None, executor: Executor | None) -> int:
-    """Return how many processes to use, by default one a core; refuse what is no executor."""
-    if executor is not None and not callable(getattr(executor, "submit", None)):
-        raise ConfigError(
-            f"executor: must have submit(function, *args), as concurrent.futures has it, got {executor!r}; "
-            "leave it out for the cores of this machine"
-        )
-    if workers is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if workers < 1:
-        raise ConfigError(f"workers: must be at least 1, got {workers}; leave it out for one a core")
-    return workers
-
-
-def check_timeout(seconds: float | None) -> None:
-    """Refuse what is no number of seconds."""
-    check_types(unit_timeout=(seconds, int | float | None))
-    if seconds is not None and not seconds > 0:
-        raise ConfigError(
-            f"unit_timeout: must be more than 0 seconds, got {seconds}; leave it out to wait for ever"
-        )
 
 
 def _one_worker(function: MapIdentity, workers: int | None, executor: Executor | None) -> int:
@@ -402,8 +378,12 @@ class BuildResult:
     taken: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
     """Path -> route -> documents and tokens."""
 
-    def add(self, unit: Unit, segments: Sequence[UnitResult], recipe: Recipe, *, resumed: bool, stop: bool) -> None:
-        """Count a unit; where bad records `stop` a build of a recipe, raise the first."""
+    def add(self, outcome: Outcome, recipe: Recipe, *, stop: bool) -> None:
+        """Count a unit, or digests of files; raise for the first bad record if bad records `stop` the build."""
+        if outcome.digests is not None:
+            self.contents.update(outcome.digests)
+            return
+        unit, segments, resumed = outcome.task.unit, outcome.segments, outcome.is_resumed
         # For each piece: its file, the noun for its records, and the lines before it in the file.
         pieces_begin: list[tuple[str, str, int]] = []
         for index, piece in enumerate(unit.pieces):
@@ -432,257 +412,41 @@ class BuildResult:
         self.resumed += resumed
 
 
-def bad_record(unit: Unit, line: int, bad: BadRecord, recipe: Recipe) -> DocumentError:
-    """Return the error that names a bad record by its file and line, the rule that it breaks, and the ways out."""
-    rules = {"domain": "the domain must be a name", **RECIPE_RULES, **RULES}
-    # A chat without messages lacks no text field: the recipe knows better which fields it wants.
-    rules["missing_field"] = RECIPE_RULES["missing_field"]
-    skip = 'or skip bad ones with on_error="skip"'
-    if bad.reason == TOO_LONG:  # it stops the build, whatever on_error says
-        ways_out = 'raise max_seq_len=..., or say on_long="drop" or on_long="cut"'
-    elif bad.reason in ("missing_field", "not_text") and recipe.name == "text":
-        ways_out = (
-            f"name the field of the text with text_field=..., or the recipe with recipe=... (chat, dpo), {skip}"
-        )
-    elif bad.reason == "too_long":
-        ways_out = f"cut the record, allow it with max_record_bytes=..., {skip}"
-    else:
-        ways_out = f"{WAYS_OUT.get(bad.reason, 'mend the record')}, {skip}"
-    where = place(unit.pieces[bad.piece], line)
-    return DocumentError(f"{where}: {rules[bad.reason]}, got {bad.detail}; {ways_out}")
-
-
-# The units of a build as tasks, and running them.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CutInput:
-    """The input of a build in units, and what their keys are made of."""
-
-    units: Sequence[Unit]
-    versions: Mapping[str, str]
-    """Path -> digest that stands for its content."""
-    build_digest: str
-    """Of the version, the tokenizer, the recipe and the options."""
-    scans: tuple[str, ...] = ()
-    """Names of the hashes of the records of each unit; none where no record depends on another."""
-    old_scans: tuple[str, ...] = ()
-    """Those of the files that are in the store already."""
-    deduplicate: bool = False
-    max_items: int | None = None
-
-
-def cut_build(build: Build, opened: OpenJob) -> CutInput:
-    """Cut the new files of a build into units."""
-    chosen = opened.chosen
-    units = list(cut_files(build.files, chunk_bytes=build.chunk_bytes, skip_broken=not opened.stop))
-    build_digest = digest([__version__, dict(build.identity)])
-    needs_scan = chosen.deduplicate or chosen.max_items is not None
-    return CutInput(
-        units=units,
-        versions=build.versions,
-        build_digest=build_digest,
-        scans=tuple(unit_key(unit, build.versions, [build_digest, "scan"]) for unit in units) if needs_scan else (),
-        old_scans=build.base.scans if build.base is not None and needs_scan else (),
-        deduplicate=chosen.deduplicate,
-        max_items=chosen.max_items,
-    )
-
-
-def missing_scans(
-    journal: Journal, cut: CutInput, *, is_done: Callable[[Path], bool] = is_whole_scan
-) -> list[Task]:
-    """Return the tasks of hashing that are not done; units with the same content need one."""
-    missing = {
-        key: unit
-        for unit, key in zip(cut.units if cut.scans else (), cut.scans, strict=True)
-        if not is_done(journal.scans / key)
-    }
-    return [Task(unit=unit, key=key, scan=True) for key, unit in missing.items()]
-
-
-def write_tasks(journal: Journal, cut: CutInput) -> list[Task]:
-    """Return the task of writing each unit; none of the scans of its input may be missing.
-
-    Each has a key of its own: of units with the same content the second, third ... are numbered.
-    """
-    unit_fates: Sequence[Uint8Array | None] = _fates(journal, cut) if cut.scans else [None] * len(cut.units)
-    copies: Counter[str] = Counter()
-    tasks: list[Task] = []
-    for unit, fates in zip(cut.units, unit_fates, strict=True):
-        name, file = "", None
-        if fates is not None and not bool((fates == TAKEN).all()):
-            name = xxhash.xxh3_128_hexdigest(fates.data)
-            file = journal.fates / name
-            file.parent.mkdir(exist_ok=True)
-            write_atomically(file, fates.tobytes())
-        key = unit_key(unit, cut.versions, [cut.build_digest, name])
-        copies[key] += 1
-        if copies[key] > 1:
-            key = digest([key, copies[key]])
-        tasks.append(Task(unit=unit, key=key, fates=None if file is None else str(file.absolute())))
-    size = BuildSize(units=len(tasks), bytes=sum(task.unit.bytes for task in tasks))
-    write_atomically(journal.folder / SIZE, msgspec.json.encode(size))
-    return tasks
-
-
-def _fates(journal: Journal, cut: CutInput) -> list[Uint8Array]:
-    """Return what becomes of the records of each unit, as if all files of the store were read again before it."""
-    paths = [journal.scans / key for key in (*cut.old_scans, *cut.scans)]
-    if broken := [path for path in paths if not is_whole_scan(path)]:
-        raise StoreCorruptError(
-            f"{broken[0]}: must hold the hashes of records, to add files, got "
-            f"{'other bytes than were written' if broken[0].exists() else 'nothing'}; start over with rebuild=True"
-        )
-    fates = fates_of(paths, deduplicate=cut.deduplicate, max_items=cut.max_items)
-    return fates[len(cut.old_scans) :]
-
-
-class WorkerPool:
-    """Runs the tasks of a job by an engine, or in this process where one worker is enough.
-
-    An executor of the user's stays open when it is closed.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        opened: OpenJob,
-        num_workers: int,
-        executor: Executor | None = None,
-        unit_timeout: float | None = None,
-    ) -> None:
-        self.job = job
-        self.opened = opened
-        self._num_workers = num_workers
-        self._executor = executor
-        self._unit_timeout = unit_timeout
-        self._processes: LocalExecutor | None = None
-
-    def close(self) -> None:
-        """End the processes that it started."""
-        if self._processes is not None:
-            self._processes.close()
-
-    def run(self, tasks: Sequence[Task], tick: Callable[[], None]) -> Iterator[Segments | None]:
-        """Yield the results of tasks in their order; of errors the first in order is raised.
-
-        `tick` is called a few times a second.
-        """
-        if self._executor is not None:
-            job = msgspec.json.encode(self.job)
-            if not getattr(self._executor, "sends_once", False):
-                job = msgspec.json.encode(write_job_file(Path(self.job.folder).parent, job))
-            return run_by(self._executor, job, tasks, tick, self._watch())
-        num_workers = min(self._num_workers, len(tasks))
-        if num_workers <= 1 and self._unit_timeout is None and not self._needs_process():
-            return (run_task(self.opened, task, tick) for task in tasks)
-        return self.run_in_processes(tasks, num_workers, tick)
-
-    def _needs_process(self) -> bool:
-        """Whether records go through a chat template, which only a worker can hold to all its limits.
-
-        A function of the user that no worker can import keeps the build in this process even so.
-        """
-        encoder, map = self.opened.encoder, self.job.map
-        return encoder is not None and encoder.chat is not None and (map is None or is_importable(map))
-
-    def run_in_processes(
-        self, tasks: Sequence[Task], num_workers: int, tick: Callable[[], None]
-    ) -> Iterator[Segments | None]:
-        """Run tasks in so many processes; those of an earlier call are used again."""
-        self._processes = self._processes or LocalExecutor()
-        self._processes.grow(num_workers)
-        return run_by(self._processes, msgspec.json.encode(self.job), tasks, tick, self._watch())
-
-    def _watch(self) -> UnitWatch:
-        return UnitWatch(Path(self.job.folder).with_name(WORKERS), self._unit_timeout)
-
-
-Segments = tuple[UnitResult, ...]
-
-
-def finished_unit(journal: Journal, key: str) -> Segments | None:
-    """Return the results of a unit that is done; None if it is not."""
-    results = unit_results(journal.units, key)
-    return results if results and results[-1].is_last else None
-
-
-def drop_others(journal: Journal, tasks: Sequence[Task]) -> None:
-    """Remove units of inputs that are no longer asked for, finished or not."""
-    wanted = {task.key for task in tasks}
-    for folder in list(journal.units.iterdir()):
-        if folder.name.removeprefix(".tmp-").partition("-")[0] not in wanted:
-            shutil.rmtree(folder)
-
-
-def run_scans(journal: Journal, tasks: Sequence[Task], pool: WorkerPool, show: Show) -> None:
-    """Hash the records of units."""
-    if not tasks:
-        return
-    journal.scans.mkdir(exist_ok=True)
-    done_bytes = 0
-    with show("look for duplicates", sum(task.unit.bytes for task in tasks), lambda: (done_bytes, 0, 0)) as tick:
-        for task, _ in zip(tasks, pool.run(tasks, tick), strict=True):
-            done_bytes += task.unit.bytes
-            tick()
-
-
-def run_build(build: Build, pool: WorkerPool, show: Show) -> BuildResult:
-    """Run all units that are not done yet; the result is that of an uninterrupted run in one process."""
+def run_build(build: Build, asked: Mapping[str, Any], pool: WorkerPool, show: Show) -> BuildResult:
+    """Do all tasks that are not done yet; the result is that of an uninterrupted run in one process."""
     journal, stop = build.journal, pool.opened.stop
     cut = cut_build(build, pool.opened)
+    tasks = write_tasks(journal, cut, msgspec.json.encode(pool.job), asked)
+    if tasks.head.phase == "hash":
+        for _ in run_tasks(journal, tasks, range(len(tasks)), pool, show):
+            pass
+        tasks = write_next_tasks(journal, tasks)
     result = BuildResult(scans=cut.scans)
-    run_scans(journal, missing_scans(journal, cut), pool, show)
-    tasks = write_tasks(journal, cut)
-    drop_others(journal, tasks)
-    # As JSON, which takes a tenth of the memory: there may be a hundred thousand.
-    earlier = {
-        task.key: msgspec.json.encode(known) for task in tasks if (known := finished_unit(journal, task.key))
-    }
-    left = {task.key for task in tasks}
-    done_bytes = 0
-
-    def look() -> tuple[int, int, int]:
-        return units_done(journal.workers, left, (done_bytes, result.counts.documents, result.counts.tokens))
-
-    with show("prepare", sum(unit.bytes for unit in cut.units), look) as tick:
-        new = pool.run([task for task in tasks if task.key not in earlier], tick)
-        for task in tasks:
-            resumed = task.key in earlier
-            segments = msgspec.json.decode(earlier.pop(task.key), type=Segments) if resumed else next(new)
-            assert segments is not None
-            result.add(task.unit, segments, pool.job.recipe, resumed=resumed, stop=stop)
-            left.discard(task.key)
-            done_bytes += task.unit.bytes
-            tick()
-    _note_contents(build, result, show)
-    _refuse_changed(build, tasks, result.scans)
+    with closing(run_tasks(journal, tasks, range(len(tasks)), pool, show)) as outcomes:
+        for outcome in outcomes:
+            result.add(outcome, pool.job.recipe, stop=stop)
+    for file in build.files:
+        if file.path not in result.contents:  # empty files belong to no unit
+            result.contents[file.path] = content_digest(file)
+    _check_unchanged(build, tasks, result.scans)
     _refuse_nothing(build, result)
     return result
 
 
-def _note_contents(build: Build, result: BuildResult, show: Show) -> None:
-    """Hash all bytes of the files, so that a change of any of them is seen when files are added."""
-    done_bytes = 0
-    with show("note the inputs", sum(file.bytes for file in build.files), lambda: (done_bytes, 0, 0)) as tick:
-        for file in build.files:
-            result.contents[file.path] = "" if is_changed(file) else content_digest(file)
-            done_bytes += file.bytes
-            tick()
-
-
-def _refuse_changed(build: Build, tasks: Sequence[Task], scans: Sequence[str]) -> None:
-    """Raise if a file was written to while it was read, and forget what was made from it."""
+def _check_unchanged(build: Build, tasks: TaskList, scans: Sequence[str]) -> None:
+    """Raise if a file was written to while it was read, and remove what was made from it."""
     changed = {file.path for file in build.files if stamp_of(file) != build.stamps[file.path]}
     if not changed:
         return
-    for number, task in enumerate(tasks):
-        if any(piece.file.path in changed for piece in task.unit.pieces):
-            for segment in build.journal.units.glob(f"{task.key}*"):
-                shutil.rmtree(segment)
-            if scans:
-                (build.journal.scans / scans[number]).unlink(missing_ok=True)
+    for task in tasks.tasks():
+        if all(piece.file.path not in changed for piece in task.unit.pieces):
+            continue
+        if task.kind == "digest":
+            (build.journal.digests / task.key).unlink()
+            continue
+        build.journal.drop_unit(task.key)
+        if scans:
+            (build.journal.scans / scans[task.unit.index]).unlink(missing_ok=True)
     raise DocumentError(
         f"{min(changed)}: must stay as it is while a build reads it, got another size or time of change; "
         "let nothing write to it, and run again: it goes on with the other files"

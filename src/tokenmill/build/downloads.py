@@ -11,19 +11,20 @@ import logging
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 from tokenmill.errors import DocumentError, StoreCorruptError
 from tokenmill.fingerprint import digest
+from tokenmill.progress import display
 from tokenmill.store.files import sync_folder, write_parts
 from tokenmill.store.lease import locked
-from tokenmill.store.remote.client import LINE_SECONDS, Address, Client, ObjectInfo, parse_address
+from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.tables import is_address
 from tokenmill.types import RemoteOptions
 
@@ -52,26 +53,14 @@ def copy_inputs(
     """
     items = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
     local: list[str | os.PathLike[str]] = []
-    for item in items:
-        if isinstance(item, str) and is_address(item):
-            local += _copied(item, folder, is_known, options or RemoteOptions(), progress or _logged())
-        else:
-            local.append(item)
+    with display(lambda size: f"{size / 1e6:,.0f} MB", logger.warning) as show:
+        progress = progress or partial(show, "inputs are copied from object storage")
+        for item in items:
+            if isinstance(item, str) and is_address(item):
+                local += _copied(item, folder, is_known, options or RemoteOptions(), progress)
+            else:
+                local.append(item)
     return local
-
-
-def _logged() -> Progress:
-    last = time.monotonic()
-
-    def tell(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last >= LINE_SECONDS:
-            last = time.monotonic()
-            logger.warning(
-                "inputs are copied from object storage: %s of %s MB", f"{done / 1e6:,.0f}", f"{total / 1e6:,.0f}"
-            )
-
-    return tell
 
 
 def _copied(

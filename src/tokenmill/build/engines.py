@@ -1,11 +1,10 @@
-"""What runs units elsewhere than in this process: worker processes of this machine, any executor, or Ray.
+"""Engines that run tasks in other processes: local workers, any executor of `concurrent.futures`, or Ray.
 
-An engine is anything with `submit(function, *arguments) -> future`, as `concurrent.futures` has it. It runs
-`run_unit` with bytes, in any order, and may do a unit more than once.
+An engine is an object with `submit(function, *arguments) -> future`. It calls `run_index` with the folder of the
+build, the checksum of the list and an index, in any order, and may do a task more than once.
 
-The workers of this machine are fresh interpreters that read from pipes, and not a `ProcessPoolExecutor`: that one
-imports the user's main script again in each worker (which runs an unguarded script twice and loads all that it
-loads), leaves workers behind when the parent is killed, and cannot end one in the middle of its work.
+Local workers are new interpreters, not a `ProcessPoolExecutor`. That one imports the user's main script again in
+each worker, leaves workers behind when the parent is killed, and cannot end one in the middle of its work.
 """
 
 from __future__ import annotations
@@ -16,224 +15,83 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Lock, Thread
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
-from tokenmill.build.journal import UnitResult
-from tokenmill.build.notes import read_notes
-from tokenmill.build.tasks import ONE_CORE, Answer, Task, read_answer, run_unit
+from tokenmill.build.journal import Journal
+from tokenmill.build.tasks import ONE_CORE, error_of, read_list, run_index
 from tokenmill.encode.chat import tracked
 from tokenmill.errors import ConfigError, MissingExtraError, TokenmillError, WorkerLostError, warn
 
-TICK_SECONDS = 0.2
-MAX_IN_FLIGHT = 4096
-"""Most units that are submitted and not done: an engine may have as many workers, and its queue stays short."""
-STALL_SECONDS = 60.0
-"""After how long without progress there is a warning of a unit, and again each time that has doubled."""
-
 
 class UnitFuture(Protocol):
-    """What `submit` returns. One without `add_done_callback`, as of submitit, is polled."""
+    """Return value of `submit`. One without `add_done_callback`, as in submitit, is polled."""
 
     def done(self) -> bool:
-        """Tell whether there is a result, or an error."""
+        """Return whether the task is done, or its worker lost."""
 
-    def result(self) -> bytes:
-        """Return the result, or raise the error."""
+    def result(self) -> object:
+        """Return when the task is done, or raise the error that ended its worker."""
 
     def cancel(self) -> object:
-        """Give up the result; a unit that runs already may go on."""
+        """Cancel the task; one that runs already may continue."""
 
 
 class Executor(Protocol):
-    """Runs units somewhere: one of `concurrent.futures`, dask, mpi4py, loky, submitit, or Ray (`RayExecutor`)."""
+    """Runs tasks: an executor of `concurrent.futures`, dask, mpi4py, loky, submitit, or Ray (`RayExecutor`)."""
 
-    def submit(self, function: Callable[[bytes, bytes], bytes], job: bytes, task: bytes, /) -> UnitFuture:
-        """Have a function called with these arguments, later and elsewhere."""
-
-
-class UnitWatch:
-    """Watches the units that are under way, and warns of those that make no progress, whatever engine runs them.
-
-    It reads the files in which workers note how far they are. Before the first note of a unit, only the workers of
-    this machine can tell that it was begun.
-    """
-
-    def __init__(self, folder: Path, timeout: float | None) -> None:
-        """Watch the notes in a folder; `timeout` seconds without progress end the build, None: never."""
-        self._folder = folder
-        self._timeout = timeout
-        self._old_notes = read_notes(folder)
-        """Of workers of an earlier try."""
-        self._seen: dict[str, tuple[object, float, float]] = {}
-        """Key -> its last note, since when that is the last, and after how many seconds there is a warning next."""
-        self._next_look = 0.0
-
-    def look(self, tasks: Iterable[Task], is_running: Callable[[str], bool]) -> None:
-        """Look at units under way, if the last look is a while ago."""
-        begin = time.monotonic()
-        if begin < self._next_look:
-            return
-        notes = read_notes(self._folder)
-        now = time.monotonic()
-        self._next_look = now + max(TICK_SECONDS, 50 * (now - begin))
-        seen, self._seen = self._seen, {}
-        for task in tasks:
-            note = notes.get(task.key)
-            if note == self._old_notes.get(task.key) and not is_running(task.key):
-                continue
-            last, since, warn_after = seen.get(task.key, (note, now, STALL_SECONDS))
-            if last != note:
-                since, warn_after = now, STALL_SECONDS
-            silent = now - since
-            if self._timeout is not None and silent > self._timeout:
-                raise WorkerLostError(
-                    f"{_named(task)}: a unit must make progress within {self._timeout:g} s, got none for "
-                    f"{silent:.0f} s; see what its worker is at, and run again: it goes on from there"
-                )
-            if silent > warn_after:
-                warn_after *= 2
-                warn(f"{_named(task)}: no progress for {silent:.0f} s; unit_timeout=... ends a build that is stuck")
-            self._seen[task.key] = note, since, warn_after
-
-
-def _named(task: Task) -> str:
-    """Name a unit by its file and where it begins there."""
-    first = task.unit.pieces[0]
-    return f"{first.file.path}, unit {task.unit.index + 1} from byte {first.begin:,} on"
-
-
-def run_by(
-    executor: Executor,
-    job: bytes,
-    tasks: Sequence[Task],
-    tick: Callable[[], None],
-    watch: UnitWatch | None = None,
-) -> Iterator[tuple[UnitResult, ...] | None]:
-    """Have tasks done by an engine; yield the results in their order, and raise the first error in order.
-
-    No task waits for an earlier one that takes long. After an error the tasks behind it are cancelled, and at the
-    end all that are under way; what cannot be cancelled is done in vain at worst.
-    """
-    is_running = getattr(executor, "is_running", lambda _: False)
-    waiting = deque(tasks)
-    under_way: dict[str, UnitFuture] = {}
-    polled: dict[str, UnitFuture] = {}
-    """Those of them that have no callback."""
-    done_keys: SimpleQueue[str] = SimpleQueue()
-    answers: dict[str, tuple[UnitResult, ...] | TokenmillError | None] = {}
-    places = {task.key: index for index, task in enumerate(tasks)}
-    try:
-        for task in tasks:
-            while task.key not in answers:
-                while waiting and len(under_way) < MAX_IN_FLIGHT:
-                    key, message = waiting[0].key, msgspec.json.encode(waiting.popleft())
-                    future = under_way[key] = _submit(executor, job, message)
-                    if hasattr(future, "add_done_callback"):
-                        future.add_done_callback(lambda _, key=key: done_keys.put(key))
-                    else:
-                        polled[key] = future
-                for key in [key for key, future in polled.items() if future.done()]:
-                    del polled[key]
-                    done_keys.put(key)
-                with suppress(Empty):
-                    key = done_keys.get(timeout=TICK_SECONDS)
-                    first = tasks[places[key]].unit.pieces[0]
-                    answers[key] = answer = _result(under_way.pop(key), first.file.path)
-                    if isinstance(answer, TokenmillError):
-                        waiting.clear()  # all of them come after it
-                        _cancel(under_way[other] for other in under_way if places[other] > places[key])
-                tick()
-                if watch is not None:
-                    watch.look((tasks[places[key]] for key in under_way), lambda key: is_running(under_way[key]))
-            answer = answers.pop(task.key)
-            if isinstance(answer, TokenmillError):
-                raise answer
-            yield answer
-    finally:
-        _cancel(under_way.values())
-
-
-def _cancel(futures: Iterable[UnitFuture]) -> None:
-    for future in list(futures):
-        with suppress(Exception):  # of an engine that is gone
-            future.cancel()
-
-
-def _submit(executor: Executor, job: bytes, message: bytes) -> UnitFuture:
-    try:
-        return executor.submit(run_unit, job, message)
-    except TokenmillError:
-        raise
-    except Exception as error:
-        raise _lost("the executor", error) from error
-
-
-def _result(future: UnitFuture, path: str) -> tuple[UnitResult, ...] | TokenmillError | None:
-    try:
-        return read_answer(future.result())
-    except TokenmillError as error:
-        return error
-    except Exception as error:
-        lost = _lost(path, error)
-        lost.__cause__ = error
-        return lost
-
-
-def _lost(where: str, error: Exception) -> WorkerLostError:
-    message = " ".join(str(error).split())[:500] or "no message"
-    return WorkerLostError(
-        f"{where}: a worker must live until its unit is done, got {type(error).__name__}: {message}; "
-        "run again: it goes on from there"
-    )
+    def submit(
+        self, function: Callable[[str, str, int], None], out: str, checksum: str, index: int, /
+    ) -> UnitFuture:
+        """Call a function with these arguments, later and in another process."""
 
 
 # Worker processes of this machine.
 
+_Work: TypeAlias = "tuple[tuple[str, str, int], Future[None]]"
+"""Arguments of `run_index`, and the future of the task."""
+
 
 class LocalExecutor:
-    """Worker processes of this machine: each gets units one by one, as lines of JSON, and answers in the same way.
+    """Worker processes of this machine, which get tasks by their index, one at a time.
 
-    A unit whose worker is ended by a signal is tried once more, by another process.
-    The workers end with it, and with the process that started them, however that ends.
+    A task whose worker is ended by a signal is tried once more, by another process. The workers end when it is
+    closed, and when the process that started them ends in any way.
     """
 
-    sends_once = True
-    """The job goes to each worker once, not with every unit."""
-
     def __init__(self) -> None:
-        self._waiting: SimpleQueue[tuple[bytes, bytes, Future[bytes]] | None] = SimpleQueue()
+        self._waiting: SimpleQueue[_Work | None] = SimpleQueue()
         self._workers: list[_Worker] = []
 
     def grow(self, num_workers: int) -> None:
-        """Start workers until there are so many."""
+        """Start workers until there are `num_workers`."""
         while len(self._workers) < num_workers:
             self._workers.append(_Worker(self._waiting))
 
-    def submit(self, function: Callable[[bytes, bytes], bytes], job: bytes, task: bytes, /) -> Future[bytes]:
-        """Have a unit done by the first worker that is free; workers know no other function."""
-        assert function is run_unit
-        future: Future[bytes] = Future()
-        self._waiting.put((job, task, future))
+    def submit(
+        self, function: Callable[[str, str, int], None], out: str, checksum: str, index: int, /
+    ) -> Future[None]:
+        """Do a task by the next worker that is free."""
+        assert function is run_index
+        future: Future[None] = Future()
+        self._waiting.put(((out, checksum, index), future))
         return future
 
-    def is_running(self, future: Future[bytes]) -> bool:
-        """Tell whether a worker has got a unit and not answered yet."""
+    def is_running(self, future: Future[None]) -> bool:
+        """Return whether a worker is at a task."""
         return future.running()
 
     def close(self) -> None:
-        """Kill all workers: a unit may be an hour's work, so they are not waited for."""
+        """Kill all workers without waiting for their units."""
         for worker in self._workers:
             worker.kill()
             self._waiting.put(None)
@@ -242,9 +100,9 @@ class LocalExecutor:
 
 
 class _Worker:
-    """The parent's side of one worker process, with the thread that sends it units."""
+    """The parent's side of one worker process, with the thread that sends it tasks."""
 
-    def __init__(self, waiting: SimpleQueue[tuple[bytes, bytes, Future[bytes]] | None]) -> None:
+    def __init__(self, waiting: SimpleQueue[_Work | None]) -> None:
         self._lock = Lock()
         self._is_closed = False
         self._start()
@@ -262,7 +120,6 @@ class _Worker:
             # Ctrl-C reaches the parent alone, which ends the workers.
             process_group=0,
         )
-        self._job = b""
 
     def kill(self) -> None:
         """Kill the process; no other takes its place."""
@@ -293,55 +150,54 @@ class _Worker:
             self._start()
             return True
 
-    def _serve(self, waiting: SimpleQueue[tuple[bytes, bytes, Future[bytes]] | None]) -> None:
+    def _serve(self, waiting: SimpleQueue[_Work | None]) -> None:
         while (message := waiting.get()) is not None:
-            job, task, future = message
+            work, future = message
             if not future.set_running_or_notify_cancel():
                 continue
             try:
                 try:
-                    answer = self._ask(job, task)
+                    self._ask(work)
                 except WorkerLostError as lost:
                     if not self._replace():
                         raise
                     warn(f"{str(lost).partition('; run again')[0]}; its unit is tried once more")
-                    answer = self._ask(job, task)
-                future.set_result(answer)
+                    self._ask(work)
+                future.set_result(None)
             except Exception as error:
                 future.set_exception(error)
-                return
+                if isinstance(error, WorkerLostError):
+                    return
 
-    def _ask(self, job: bytes, task: bytes) -> bytes:
-        """Send the process a unit, after the job if that is another one; return the answer."""
+    def _ask(self, work: tuple[str, str, int]) -> None:
+        """Send the process a task, and wait until it is done; raise the error that it could not write."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with suppress(BrokenPipeError):  # a process that is gone shows when it should answer
-            if job != self._job:
-                self.process.stdin.write(_JOB + job + b"\n")
-                self._job = job
-            self.process.stdin.write(task + b"\n")
+            self.process.stdin.write(msgspec.json.encode(work) + b"\n")
             self.process.stdin.flush()
         line = self.process.stdout.readline()
         if not line.endswith(b"\n"):
-            raise self._death(msgspec.json.decode(task, type=Task))
-        return line
+            raise self._death(work)
+        error = msgspec.json.decode(line, type=tuple[str, str] | None)
+        if error is not None:
+            raise error_of(*error)
 
-    def _death(self, task: Task) -> WorkerLostError:
+    def _death(self, work: tuple[str, str, int]) -> WorkerLostError:
         code = self.process.wait()
         how = f"exit code {code}" if code >= 0 else f"an end by {signal.Signals(-code).name}"
         why = {
             -_SIGKILL: " (the system does this when memory runs out)",
             -_SIGPROF: f" (a chat template took {3 * tracked.MAX_SECONDS:g} s for one render)",
         }.get(code, "")
-        path = task.unit.pieces[0].file.path
+        tasks = read_list(Journal(Path(work[0])))
+        path = work[0] if tasks is None else tasks.task(work[2]).unit.pieces[0].file.path
         return WorkerLostError(
             f"{path}: the worker process {self.process.pid} must live until its unit is done, got {how}{why}; "
             "run again, with fewer workers if memory is short"
         )
 
 
-_JOB = b"job "
-"""Starts a line that is a job, for the units that follow it."""
 _SIGKILL, _SIGPROF = (getattr(signal, name, 0) for name in ("SIGKILL", "SIGPROF"))
 """Windows has neither: there a process ends with a code."""
 
@@ -350,22 +206,20 @@ def main() -> None:
     """Serve the process that started this one, and end with it."""
     tracked.is_worker = True
     _end_with_parent()
-    # Results have a descriptor of their own: what a library prints must not get between them.
+    # Answers have a descriptor of their own, so that no library prints between them.
     with os.fdopen(os.dup(1), "wb", buffering=0) as channel:
         os.dup2(2, 1)
         messages: SimpleQueue[bytes] = SimpleQueue()
         Thread(target=_listen, args=(messages,), daemon=True).start()
-        job = b""
         while True:
-            message = messages.get()
-            if message.startswith(_JOB):
-                job = message.removeprefix(_JOB).removesuffix(b"\n")
-                continue
+            error = None
             try:
-                answer = run_unit(job, message)
+                run_index(*msgspec.json.decode(messages.get(), type=tuple[str, str, int]))
+            except TokenmillError as raised:
+                error = type(raised).__name__, str(raised)
             except Exception:  # a bug: the parent shows where
-                answer = msgspec.json.encode(Answer(error=("TokenmillError", traceback.format_exc())))
-            channel.write(answer + b"\n")
+                error = "TokenmillError", traceback.format_exc()
+            channel.write(msgspec.json.encode(error) + b"\n")
 
 
 def _end_with_parent() -> None:
@@ -388,14 +242,11 @@ def _listen(messages: SimpleQueue[bytes]) -> None:
 
 
 class RayExecutor:
-    """Runs units as tasks of Ray, one core each, on the cluster at an address, or on one that it starts here.
+    """Runs tasks on Ray, one core each, on the cluster at an address, or on one that it starts here.
 
-    A unit whose worker or node is lost is done again by Ray, elsewhere; one with a bad record is not. Where the
-    process has called `ray.init` already, that cluster is used. The job is put into Ray's store of objects once,
-    and fetched once by every node. Workers must have tokenmill installed, and see inputs and output.
+    A task whose worker or node is lost is done again by Ray; one with a bad record is not. If the process has
+    called `ray.init` already, that cluster is used. Workers need tokenmill, and see inputs and output.
     """
-
-    sends_once = True
 
     def __init__(self, address: str | None = None, *, num_cpus: int | None = None) -> None:
         try:
@@ -408,8 +259,7 @@ class RayExecutor:
         self._starts = not ray.is_initialized()
         if self._starts:
             self._connect(address, num_cpus)
-        self._run = ray.remote(num_cpus=1, max_retries=RAY_RETRIES, retry_exceptions=False)(run_unit)
-        self._job: tuple[bytes, Any] | None = None
+        self._run = ray.remote(num_cpus=1, max_retries=RAY_RETRIES, retry_exceptions=False)(run_index)
 
     def __enter__(self) -> RayExecutor:
         return self
@@ -419,12 +269,12 @@ class RayExecutor:
     ) -> None:
         self.close()
 
-    def submit(self, function: Callable[[bytes, bytes], bytes], job: bytes, task: bytes, /) -> RayFuture:
-        """Have a unit done by a task."""
-        assert function is run_unit
-        if self._job is None or self._job[0] != job:
-            self._job = job, self._ray.put(job)
-        return RayFuture(self._ray, self._run.remote(self._job[1], task))
+    def submit(
+        self, function: Callable[[str, str, int], None], out: str, checksum: str, index: int, /
+    ) -> RayFuture:
+        """Do a task on the cluster."""
+        assert function is run_index
+        return RayFuture(self._ray, self._run.remote(out, checksum, index))
 
     def close(self) -> None:
         """Leave the cluster; one that was started here ends."""
@@ -433,7 +283,7 @@ class RayExecutor:
             self._starts = False
 
     def _connect(self, address: str | None, num_cpus: int | None) -> None:
-        # Else Ray reports every cluster that it starts to its makers, and nobody asked for that.
+        # Otherwise Ray reports every cluster that it starts to its makers.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         try:
@@ -451,29 +301,29 @@ class RayExecutor:
 
 
 RAY_RETRIES = 20
-"""How often Ray does a unit again whose worker or node is lost: preemptible machines are lost often."""
+"""Times that Ray repeats a task whose worker or node is lost. Preemptible machines are lost often."""
 
 
 class RayFuture:
-    """A task of Ray, as `concurrent.futures` has it."""
+    """Future of a Ray task, with the methods of `concurrent.futures`."""
 
     def __init__(self, ray: Any, reference: Any) -> None:  # noqa: ANN401 - Ray may not be there
         self._ray = ray
         self._reference = reference
-        self._future: Future[bytes] = reference.future()
+        self._future: Future[None] = reference.future()
 
     def add_done_callback(self, call: Callable[[object], object]) -> None:
         """Call a function when it is done, in another thread."""
         self._future.add_done_callback(call)
 
     def done(self) -> bool:
-        """Tell whether it is done."""
+        """Return whether it is done."""
         return self._future.done()
 
-    def result(self) -> bytes:
-        """Return its result, or raise the error that Ray ended it with."""
-        return self._future.result()
+    def result(self) -> None:
+        """Return when it is done, or raise the error with which Ray ended it."""
+        self._future.result()
 
     def cancel(self) -> None:
-        """End it, in the middle of its work if need be."""
+        """End it, even in the middle of its work."""
         self._ray.cancel(self._reference, force=True)

@@ -491,6 +491,24 @@ def _settle_framing(spec: str, recipe: Recipe, options: PrepareOptions, opened: 
     return framing.line + ("; no BOS before conversations, as the chat template writes none" if lacks_bos else "")
 
 
+def asked_for(
+    inputs: Paths,
+    tokenizer: str | os.PathLike[str],
+    recipe: RecipeSpec,
+    options: PrepareOptions,
+    map: MapRecord | None = None,
+) -> dict[str, Any]:
+    """Return the arguments of a build as JSON, to compare them with those of a part."""
+    items = [inputs] if isinstance(inputs, str | os.PathLike) else list(inputs)
+    return {
+        "inputs": [path_of("inputs", item) for item in items],
+        "tokenizer": path_of("tokenizer", tokenizer),
+        "recipe": dict(recipe) if isinstance(recipe, Mapping) else path_of("recipe", recipe),
+        "options": as_json(options),
+        **({} if map is None else {"map": as_json(identify(map))}),
+    }
+
+
 def build_identity(job: Job, opened: OpenJob) -> dict[str, Any]:
     """Return what two builds must have in common to be one."""
     return {

@@ -4,12 +4,12 @@ inputs.json       ledger of the finished store: its arguments, input files and c
 build.json        the build that was begun: its arguments, and how inputs are cut
 units.jsonl       the list of tasks; workers, executors and parts take indices from it (see `tasks`)
 job-<digest>.json all that workers need in addition to the list
+digests/<key>     digests of input files, over all their bytes
 scans/<key>       hashes of the records of a unit, with `deduplicate` or `max_items`
 fates/<digest>    fates of the records of a unit, if not all are taken
 units/<key>/      a finished segment of a unit: its shards, and `result.json`; the key is a digest of its content
 units/.tmp-<key>/ a folder for each attempt at a unit
 workers/<name>    progress of a worker with its unit; `<key>.failed`: why a unit failed
-size.json         number of units, to show progress
 stopped.txt       why the build ended before it was finished
 publish.json      redo log: finished units are being moved into the store
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +44,6 @@ FINISHED = "inputs.json"
 RESULT = "result.json"
 ROUTES = "routes"
 UNITS = "units.jsonl"
-SIZE = "size.json"
 STOPPED = "stopped.txt"
 """Why the build ended before it was finished, for people."""
 _UNNAMED_ROUTE = "store"
@@ -64,8 +63,6 @@ class UnitResult:
     """Route -> its shards, named after their files in the folder."""
     origins: Mapping[str, Mapping[str, layout.FileInfo]] = field(default_factory=dict)
     """Route -> files with the origins of its documents."""
-    finished: bool = True
-    """False if a bad record stopped the unit: none of its files may be used."""
     is_last: bool = True
     batches: int = 0
     """Number of batches of the unit up to the end of this segment; 0 for the last one."""
@@ -83,15 +80,6 @@ class RunningBuild:
     rebuild: bool
     tokenizer: str = ""
     """Name of the tokenizer on the hub, with its commit; empty for others."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuildSize:
-    """Work of a build."""
-
-    units: int
-    bytes: int
-    """Size of the input."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +150,7 @@ class Journal:
         self.out = out
         self.folder = out / layout.JOURNAL_FOLDER
         self.units = self.folder / "units"
+        self.digests = self.folder / "digests"
         self.scans = self.folder / "scans"
         self.fates = self.folder / "fates"
         self.workers = self.folder / WORKERS
@@ -203,7 +192,7 @@ class Journal:
 
     def drop(self) -> None:
         """Remove the running build and its units, not the finished store."""
-        for name in (BUILD, UNITS, SIZE, STOPPED):
+        for name in (BUILD, UNITS, STOPPED):
             (self.folder / name).unlink(missing_ok=True)
         # Renamed first, so that a worker that still runs finds its build is over.
         dropped = self.folder / ".tmp-units"
@@ -213,7 +202,7 @@ class Journal:
         remove = partial(shutil.rmtree, ignore_errors=True)
         for _ in in_threads(remove, list(dropped.glob("*"))):
             pass
-        for folder in (dropped, self.workers):
+        for folder in (dropped, self.workers, self.digests):
             remove(folder)
         for job in self.folder.glob("job-*.json"):
             job.unlink()
@@ -234,6 +223,17 @@ class Journal:
     def has_finished_units(self) -> bool:
         """Return whether the running build has a finished unit."""
         return self.units.is_dir() and any(not name.startswith(".") for name in os.listdir(self.units))
+
+    def drop_other_units(self, keys: Set[str]) -> None:
+        """Remove units of inputs that are no longer part of the build, finished or not."""
+        for folder in list(self.units.iterdir()):
+            if folder.name.removeprefix(".tmp-").partition("-")[0] not in keys:
+                shutil.rmtree(folder)
+
+    def drop_unit(self, key: str) -> None:
+        """Remove a finished unit."""
+        for folder in (self.units / key, *self.units.glob(f"{key}-*")):
+            shutil.rmtree(folder)
 
     def drop_unreadable(self) -> None:
         """Remove damaged records, for a store that is rebuilt."""

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import msgspec
 
+from tokenmill.documents import BadRecord
 from tokenmill.store.lease import this_process
 
 WORKERS = "workers"
 FAILED = ".failed"
-"""Ending of a file next to those of workers: the key of a unit, and why it failed."""
+"""Ending of a file next to those of workers, named after the key of a task that failed."""
 SECONDS_BETWEEN_NOTES = 0.2
+MAX_CHARS = 10_000
+"""Maximum number of characters of the message of a failure."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,16 +78,39 @@ def read_notes(folder: Path) -> dict[str, WorkerNote]:
     return notes
 
 
-def note_failure(journal: Path, key: str, why: str) -> None:
-    """Write why a unit failed, for those who look at the build. What cannot be written is left out."""
-    with suppress(OSError):
-        _failure(journal, key).write_text(why[:1000], encoding="utf-8")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Reason why a task failed."""
+
+    error: str
+    """Class of the error, in `tokenmill.errors`."""
+    message: str
+    bad: BadRecord | None = None
+    """Bad record that stopped the unit. Only the parent knows its line in the file."""
+
+
+def note_failure(journal: Path, key: str, error: str, message: str, bad: BadRecord | None = None) -> bool:
+    """Write why a task failed; return whether this was possible."""
+    failure = Failure(error=error, message=message[:MAX_CHARS], bad=bad)
+    try:
+        _failure_file(journal, key).write_bytes(msgspec.json.encode(failure))
+    except OSError:
+        return False
+    return True
+
+
+def read_failure(journal: Path, key: str) -> Failure | None:
+    """Return why the last attempt at a task failed; None if it did not."""
+    with suppress(OSError, ValueError):
+        return msgspec.json.decode(_failure_file(journal, key).read_bytes(), type=Failure)
+    return None
 
 
 def clear_failure(journal: Path, key: str) -> None:
-    """Remove the failure of an earlier attempt at a unit."""
-    _failure(journal, key).unlink(missing_ok=True)
+    """Remove the failure of an earlier attempt at a task."""
+    with suppress(OSError):
+        _failure_file(journal, key).unlink()
 
 
-def _failure(journal: Path, key: str) -> Path:
+def _failure_file(journal: Path, key: str) -> Path:
     return journal / WORKERS / f"{key}{FAILED}"

@@ -102,12 +102,12 @@ def local_inputs(
     show: Show,
 ) -> Sequence[str | os.PathLike[str]]:
     """Return inputs with local copies in place of addresses; the copies stay, for files that are added later."""
-    done_bytes = 0
-    with show("copy the inputs", 0, lambda: (done_bytes, 0, 0)) as tick:
+    done_bytes, total_bytes = 0, 0
+    with show("copy the inputs", lambda: total_bytes, lambda: (done_bytes, 0, 0)) as tick:
 
-        def count(copied_bytes: int, _total: int) -> None:
-            nonlocal done_bytes
-            done_bytes = copied_bytes
+        def count(copied_bytes: int, total: int) -> None:
+            nonlocal done_bytes, total_bytes
+            done_bytes, total_bytes = copied_bytes, total
             tick()
 
         return copy_inputs(

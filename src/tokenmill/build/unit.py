@@ -21,7 +21,7 @@ import xxhash
 from tokenmill.build import journal
 from tokenmill.build.counts import UnitCounts, add_counts
 from tokenmill.build.job import OpenJob
-from tokenmill.build.notes import WorkerNotes, clear_failure, note_failure
+from tokenmill.build.notes import WorkerNotes, note_failure
 from tokenmill.build.select import (
     LEFT_OUT_BY_MAP,
     ROUTE,
@@ -50,27 +50,23 @@ SEGMENT_BYTES = 256 << 20
 """Text of a file that is one piece, after which a segment of its unit ends."""
 
 
-def write_unit(
-    opened: OpenJob, unit: Unit, key: str, fates: Uint8Array | None, tick: Callable[[], None]
-) -> tuple[journal.UnitResult, ...]:
-    """Write the segments of a unit that are not finished; return the results of all.
+def write_unit(opened: OpenJob, unit: Unit, key: str, fates: Uint8Array | None, tick: Callable[[], None]) -> None:
+    """Write the segments of a unit that are not finished.
 
     Any number of processes may do the same unit at once. If another process has finished the unit, errors of this
-    attempt are ignored and its files deleted. If a bad record stops the unit, the last result is not `finished`.
+    attempt are ignored and its files deleted. If a bad record stops the unit, a note says so.
     """
     results = journal.unit_results(opened.folder, key)
     if results and results[-1].is_last:
-        return results
+        return
     try:
         with _disk_errors_explained(unit, opened.folder):
-            return _write_segments(opened, unit, key, fates, tick, results)
-    except Exception as error:  # another process may have deleted any file of this attempt
+            _write_segments(opened, unit, key, fates, tick, results)
+    except Exception:  # another process may have deleted any file of this attempt
         results = journal.unit_results(opened.folder, key)
         if not results or not results[-1].is_last:
-            note_failure(opened.folder.parent, key, str(error))
             raise
         shutil.rmtree(attempts_at(opened.folder, key), ignore_errors=True)
-        return results
 
 
 def _write_segments(
@@ -80,9 +76,8 @@ def _write_segments(
     fates: Uint8Array | None,
     tick: Callable[[], None],
     results: tuple[journal.UnitResult, ...],
-) -> tuple[journal.UnitResult, ...]:
+) -> None:
     """Continue a unit after its finished segments."""
-    clear_failure(opened.folder.parent, key)
     _clear_attempts(attempts_at(opened.folder, key))
     finished, notes = list(results), WorkerNotes(opened.folder.parent, key, unit.bytes)
     first_batch, place = (results[-1].batches, results[-1].place) if results else (0, 0)
@@ -101,7 +96,8 @@ def _write_segments(
             place += num_eligible
             segment.counts.add_bad(bad)
             if any(opened.stop or record.reason == TOO_LONG for record in bad):
-                return (*finished, _stopped(opened, unit, key, segment))
+                _note_stop(opened, unit, key, segment)
+                return
             for run in batch.runs:
                 segment.counts.lines[run.piece] += run.num_lines
             notes.write(min(batch.position, unit.bytes), *_sums(finished, segment))
@@ -117,7 +113,7 @@ def _write_segments(
                 f"{unit.pieces[0].file.path}: expected the {fates.size} records of the search for duplicates, got "
                 f"{place}; let no other process write to the input, and start over with rebuild=True"
             )
-        return (*finished, segment.commit(batches=0, place=place, is_last=True))
+        segment.commit(batches=0, place=place, is_last=True)
     finally:
         segment.close()
 
@@ -136,11 +132,12 @@ def _sums(finished: Sequence[journal.UnitResult], segment: SegmentWriter) -> tup
     return sum(each.documents for each in counts), sum(each.tokens for each in counts)
 
 
-def _stopped(opened: OpenJob, unit: Unit, key: str, segment: SegmentWriter) -> journal.UnitResult:
-    """Write why a bad record stops a unit, and return a result that is not finished."""
+def _note_stop(opened: OpenJob, unit: Unit, key: str, segment: SegmentWriter) -> None:
+    """Write which bad record stops a unit."""
     bad = next(record for record in segment.counts.bad if opened.stop or record.reason == TOO_LONG)
-    note_failure(opened.folder.parent, key, f"{unit.pieces[bad.piece].file.path}: {bad.reason}, {bad.detail}")
-    return segment.result(is_finished=False)
+    message = f"{unit.pieces[bad.piece].file.path}: {bad.reason}, {bad.detail}"
+    if not note_failure(opened.folder.parent, key, "DocumentError", message, bad):
+        raise DocumentError(message)
 
 
 def _is_one_piece(unit: Unit, batch: DocumentBatch) -> bool:
@@ -310,10 +307,6 @@ class SegmentWriter:
         if route not in self._origins:
             self._origins[route] = OriginWriter(journal.route_folder(self._folder, route), keeps=self._keeps)
         self._origins[route].append(pieces, lines, kept)
-
-    def result(self, *, is_finished: bool) -> journal.UnitResult:
-        """Return the result of an attempt that a bad record ended."""
-        return journal.UnitResult(key=self.name, counts=self.counts, shards={}, finished=is_finished)
 
     def commit(self, *, batches: int, place: int, is_last: bool) -> journal.UnitResult:
         """Finish all shards and make this attempt the segment: from here on it is done."""

@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -37,12 +36,12 @@ from tokenmill.errors import (
     warn,
     without_secrets,
 )
+from tokenmill.progress import Display, display, lines_while_busy, say_nothing
 from tokenmill.tables import is_address
 from tokenmill.view.tables import FACTS, Table
 from tokenmill.view.tables import megabytes as megabytes  # noqa: PLC0414 - commands have it from here
 
 if TYPE_CHECKING:
-    from rich.progress import TaskID
     from typer.core import TyperCommand
 
     from tokenmill.cli.summary import Part
@@ -336,52 +335,13 @@ def write_file(file: Path, text: str) -> None:
             out.write(text.encode())
 
 
-LINE_SECONDS = 30.0
-"""Seconds between lines of progress where no terminal shows a bar."""
-
-
-def _say_nothing(*_: object) -> None:
-    pass
-
-
 @contextmanager
-def progress(amount: Callable[[int], str] = "{:,}".format) -> Iterator[Callable[[str, int, int | None], None]]:
-    """Show on stderr how far a command is: a bar on a terminal, else a line every 30 s.
-
-    Yields a function to be called with what is done, how much of it, and how much there is, if that is known.
-    """
+def progress(amount: Callable[[int], str] = "{:,}".format) -> Iterator[Display]:
+    """Show the progress of a command on stderr: a bar on a terminal, a line every 30 s elsewhere."""
     if is_quiet():
-        yield _say_nothing
+        yield say_nothing
         return
-    if not errors.is_terminal:
-        last = time.monotonic()
-
-        def tell(what: str, done: int, total: int | None) -> None:
-            nonlocal last
-            if time.monotonic() - last >= LINE_SECONDS:
-                last = time.monotonic()
-                share = f" of {amount(total)}, {done / total:.0%}" if total else ""
-                print_note(f"{what}: {amount(done)}{share}")
-
-        yield tell
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TextColumn("{task.fields[of]}", markup=False),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=errors, transient=True) as bar:
-        tasks: dict[str, TaskID] = {}
-
-        def show(what: str, done: int, total: int | None) -> None:
-            of = f"{amount(done)} of {amount(total)}" if total else amount(done)
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, of=of)
-            bar.update(tasks[what], completed=done, total=total, of=of)
-
+    with display(amount, print_note, errors if errors.is_terminal else None) as show:
         yield show
 
 
@@ -395,19 +355,8 @@ def busy(what: str) -> Iterator[None]:
         with errors.status(Text(what)):
             yield
         return
-    done, begin = threading.Event(), time.monotonic()
-
-    def tell() -> None:
-        while not done.wait(LINE_SECONDS):
-            print_note(f"{what}: {time.monotonic() - begin:.0f} s so far")
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
+    with lines_while_busy(what, print_note):
         yield
-    finally:
-        done.set()
-        thread.join()
 
 
 def print_json(value: Any) -> None:  # noqa: ANN401 - any JSON value

@@ -196,8 +196,7 @@ def prepare(
     """
     from tokenmill.build import plan_units, run_part
     from tokenmill.build.build import prepare as build
-    from tokenmill.build.job import find_function, search_current_folder
-    from tokenmill.build.parts import asked_for
+    from tokenmill.build.job import asked_for, find_function, search_current_folder
 
     _check_mode(inputs, plan_only=plan_only, part=part, publish=publish, engine=engine, address=address)
     options = _options_of(values)

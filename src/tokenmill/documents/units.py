@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import hashlib
 import lzma
 import os
 import zlib
@@ -329,6 +328,7 @@ class Format:
 
 BLOCK_BYTES = 1 << 17
 _SAMPLE_BYTES = 64 << 10
+_DIGEST_BLOCK_BYTES = 1 << 20
 _COMPRESSED_BYTES = 1 << 18
 _CAP_BYTES = 4 << 30
 """That any file may hold; more if it is larger (`max_expansion`), but far above what text comes to."""
@@ -494,12 +494,17 @@ def file_digest(file: InputFile) -> str:
     return str(digest.hexdigest())
 
 
-def content_digest(file: InputFile) -> str:
-    """Return 32 hex digits of all bytes of a file."""
+def content_digest(file: InputFile, on_bytes: Callable[[int], None] = lambda _: None) -> str:
+    """Return 32 hex digits of all bytes of a file; `on_bytes` is called with the number of bytes read so far."""
     import xxhash
 
+    digest, done, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(_DIGEST_BLOCK_BYTES))
     with _open(file) as stream:
-        return str(hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest())
+        while size := stream.raw.readinto(buffer):
+            digest.update(buffer[:size])
+            done += size
+            on_bytes(done)
+    return str(digest.hexdigest())
 
 
 def _open(file: InputFile) -> BufferedReader:

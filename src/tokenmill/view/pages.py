@@ -10,7 +10,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from tokenmill.build.progress import BuildStatus
+from tokenmill.build.status import BuildStatus
 from tokenmill.inspect.examples import DocumentPart, Example
 from tokenmill.inspect.steps import MAX_ROWS, StepContents, StepDeal, StepRow, Strip, StripToken
 from tokenmill.inspect.stores import StoreContents

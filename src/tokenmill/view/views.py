@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tokenmill.build.progress import BuildStatus, build_status
+from tokenmill.build.status import BuildStatus, build_status
 from tokenmill.errors import ConfigError, PlanError, nearest
 from tokenmill.inspect.examples import DocumentContents, Example, examples, excerpt, inspect_document
 from tokenmill.inspect.steps import (
