@@ -20,6 +20,7 @@ COMMANDS = {
     "chat, all templates": ("chat.py", "--stock", "--tiny"),
     "live": ("live.py", *SMALL, "--seconds", "0.2", "--rows", "2", "--only", "tokenmill"),
     "loader": ("loader.py", "--tiny", "--cache", "{folder}"),
+    "changes": ("changes.py", "--tiny"),
     "order": ("order.py", "--tiny"),
     "packing": ("packing.py", "--tiny", "--cache", "{folder}"),
     "reading": ("reading.py", "--tiny"),

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from tokenmill.errors import ConfigError, PlanError, ResumeError, nearest
-from tokenmill.fingerprint import digest
+from tokenmill.fingerprint import digest, first_difference
 from tokenmill.loader import buffers, fetch
 from tokenmill.loader.attribution import Attribution, attribute
 from tokenmill.loader.balance import BALANCE_VERSION, Balancer
@@ -96,19 +96,12 @@ class Loader:
             raise ConfigError(
                 f"Loader: expected a Plan and a RankSlice, got {plan!r} and {part!r}; use Run.loader(...)"
             )
-        part.check(plan)
-        self.plan = plan
         self.part = part
         self.options = options or LoaderOptions(arrays=usual_arrays(plan))
         self.arrays = part.layout.arrays(self.options.arrays)
         """What its batches have: of the arrays of the options those that its layout needs."""
-        self._check_options()
-        is_drawn = any(live_rows(stage) for stage in plan.stages)
-        if is_drawn:
-            self._check_drawn()
+        self._use(plan)
         self._explain = explain
-        self.first_batches = list(accumulate((self._num_batches(stage) for stage in plan.stages), initial=0))
-        """Micro-batches before each stage, and of all."""
         self._pools: dict[tuple[int, ...], buffers.BufferPool] = {}
         self.announces = True
         """Whether the plan and its stages are logged; those of endless text say nothing to a reader."""
@@ -119,11 +112,60 @@ class Loader:
         """How often a state was loaded or a step gone to."""
         self._iterations = 0
         self._forks = _forks
-        self._drawn = DrawnSources(plan, part, self.options) if is_drawn else None
-        """None: all rows stand in stores."""
         self._finishes = self.options.pad_to == "batch" or bool(self.options.columns)
         """Whether something is done to batches once they are copied (`_finished`)."""
-        self._balancer = Balancer(part) if part.balance else None
+
+    def _use(self, plan: Plan) -> None:
+        """Check a plan, and read its batches from now on."""
+        self.part.check(plan)
+        self.plan = plan
+        self._check_options()
+        is_drawn = any(live_rows(stage) for stage in plan.stages)
+        if is_drawn:
+            self._check_drawn()
+        self.first_batches = list(accumulate((self._num_batches(stage) for stage in plan.stages), initial=0))
+        """Micro-batches before each stage, and of all."""
+        self._drawn = DrawnSources(plan, self.part, self.options) if is_drawn else None
+        """None: all rows are in stores."""
+        self._balancer = Balancer(self.part) if self.part.balance else None
+
+    def replan(self, plan: Plan) -> None:
+        """Continue with another plan; a running iteration reads its batches from the current position on.
+
+        Args:
+            plan: Plan with the same batches before the current position, such as one with later weights changed.
+
+        Raises:
+            ResumeError: Earlier batches of the plan are others. The loader keeps its plan.
+            ConfigError: A batch of the plan does not divide by the ranks. The loader keeps its plan.
+
+        Example:
+            >>> import tokenmill as tm
+            >>> loader = tm.Run.from_toml("run.toml").loader()
+            >>> loader.replan(tm.Run.from_toml("run.toml").plan())
+            >>> loader.step
+            0
+        """
+        if not isinstance(plan, Plan):
+            raise ConfigError(f"replan: expected a Plan, got {plan!r}; pass run.plan()")
+        step = self.position.covered
+        if plan.fingerprint_at(step) != self.plan.fingerprint_at(step):
+            place = first_difference(self.plan.describe(step), plan.describe(step))
+            assert place is not None, "the fingerprint covers what is described"
+            raise ResumeError(
+                f"replan: batches before step {step} differ: {place[0]} {place[1]!r} -> {place[2]!r}; "
+                "change the plan from a later step on"
+            )
+        state, before = self.state_dict(), self.plan
+        self.close()
+        try:
+            self._use(plan)
+            self.load_state_dict(state)
+        except BaseException:
+            self._use(before)
+            self.load_state_dict(state)
+            raise
+        self.__dict__.pop("network", None)  # stores may be others
 
     def __repr__(self) -> str:
         """Describe which slice of which plan it delivers, and where it is."""
