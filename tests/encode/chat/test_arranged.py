@@ -7,7 +7,7 @@ from tests.encode.chat.shapes import TOOLS, call, result
 from tests.encode.chat.stock import stock_template
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat import conversation
+from tokenmill.encode.chat import turns as located
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.template import CHATML, ChatTemplate
 
@@ -121,17 +121,17 @@ def test_a_call_without_a_text_may_have_a_content_that_is_null_or_empty(name, co
     assert render(stock_template(name), other, tools=TOOLS, kwargs=NOW) == empty
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4_v5", "diffusion_gemma", "deepseekv3", "deepseek_r1_distill"])
+@pytest.mark.parametrize("name", ["gemma4_v5", "deepseekv3"])
 def test_a_conversation_is_rendered_as_often_however_long_it_is(monkeypatch, name):
     """Of a long one the whole is rendered, and all else is shown by short samples."""
     sizes: list[int] = []
-    rendered = conversation._run
+    rendered = located._run
 
     def counted(template: object, names: dict) -> str:
         sizes.append(len(names["messages"]))
         return rendered(template, names)
 
-    monkeypatch.setattr(conversation, "_run", counted)
+    monkeypatch.setattr(located, "_run", counted)
     counts = []
     for turns in (12, 24):
         exchange = [USER, asked(0, content="TEXT."), result(0), answer("ANSWER.")]

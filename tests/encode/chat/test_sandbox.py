@@ -15,7 +15,7 @@ import pytest
 from jinja2.exceptions import SecurityError
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat import conversation, tracked
+from tokenmill.encode.chat import tracked, turns
 from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.template import ChatTemplate, compile_template, load_template
@@ -118,7 +118,7 @@ BOMBS = [
 @pytest.mark.parametrize("source", BOMBS)
 def test_a_template_cannot_take_all_time_or_memory(source, monkeypatch):
     """[S.c]"""
-    monkeypatch.setattr(conversation, "budget", partial(budget, 100_000))  # the limit itself takes seconds to reach
+    monkeypatch.setattr(turns, "budget", partial(budget, 100_000))  # the limit itself takes seconds to reach
     with pytest.raises(Refusal) as caught:
         rendered(source)
     assert caught.value.reason in ("too_many_steps", "too_large", "template_error")
@@ -375,7 +375,7 @@ def run_uncounted(what):
     """Render with small limits of time and memory, and none of steps."""
     tracked.MAX_SECONDS = 0.05 if what == "time" else 60
     tracked.MAX_BYTES = 64 << 20
-    conversation.budget = partial(budget, 1 << 40)
+    turns.budget = partial(budget, 1 << 40)
     return rendered(UNCOUNTED[what])
 
 
@@ -383,7 +383,7 @@ def run_uncounted(what):
 @pytest.mark.parametrize("what", ["time", "memory"])
 def test_time_and_memory_of_a_record_are_limited_whatever_the_steps_say(what, thread, monkeypatch):
     """As where an operation takes more than is counted for it; the error names the template [S.c]."""
-    for module, name in ((tracked, "MAX_SECONDS"), (tracked, "MAX_BYTES"), (conversation, "budget")):
+    for module, name in ((tracked, "MAX_SECONDS"), (tracked, "MAX_BYTES"), (turns, "budget")):
         monkeypatch.setattr(module, name, getattr(module, name))
     before = state_of_the_process()
     with ThreadPoolExecutor(1) as pool, pytest.raises(Refusal, match=TOO_MUCH):
@@ -423,7 +423,7 @@ def test_memory_that_another_thread_takes_is_not_laid_to_a_record_of_few_steps(m
 def test_a_hostile_template_takes_its_time_once_for_all_that_is_asked_of_it(monkeypatch):
     """[S.c] How it ends turns, and whether it writes BOS, are asked several times of one build."""
     monkeypatch.setattr(tracked, "MAX_SECONDS", 0.2)
-    monkeypatch.setattr(conversation, "budget", partial(budget, 1 << 40))
+    monkeypatch.setattr(turns, "budget", partial(budget, 1 << 40))
     template = ChatTemplate(source=UNCOUNTED["time"], where="test")
     encoder = ChatEncoder(template=template, tokenizer=open_tokenizer("bytes"))
     begin = time.process_time()

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.tracked import (
-    GENERATION,
-    UNKNOWN,
     Tracked,
     authored,
-    budget,
     placed,
-    runs_of,
-    seeking,
-    too_much_memory,
 )
-from tokenmill.errors import ConfigError
 from tokenmill.fields import surrogate_in
 
 if TYPE_CHECKING:  # conversations are made where no template is opened, and jinja2 takes time to load
-    from jinja2.environment import Template
-
-    from tokenmill.encode.chat.template import ChatTemplate
+    pass
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -85,11 +74,7 @@ class MarkedConversation:
     """Strings that are the arguments of a tool call as JSON."""
     call_ends: list[int] = field(default_factory=list)
     """One more than the last string of each tool call."""
-    firsts: list[int] = field(default_factory=list)
-    """First string of each message."""
     size: int = 1
-    settings: int = 0
-    """First mark of the tools and options."""
 
     def string_of(self, mark: int) -> int:
         """Return which string a mark belongs to."""
@@ -103,9 +88,8 @@ class MarkedConversation:
         """Return one more than the last mark of a string."""
         return self.starts[string + 1] if string + 1 < len(self.starts) else self.size
 
-    def size_of(self, message: int, string: int) -> int:
-        """Return how many characters a string has; strings are counted from the first of their message."""
-        string += self.firsts[message]
+    def size_of(self, string: int) -> int:
+        """Return the number of characters of a string."""
         return self.end_of(string) - self.starts[string]
 
     def parts_of(self, message: int) -> tuple[str, ...]:
@@ -129,7 +113,6 @@ class MarkedConversation:
             kind = part.get("type", "text") if isinstance(part, Mapping) else "text"
             if kind != "text":
                 raise Refusal("media", f"a part of type {shortened(kind)} in {self.named(index)}")
-        self.firsts.append(len(self.starts))
         marked = self.mark({key: message[key] for key in message if key != "role"}, index, ())
         self.messages.append({"role": authored(message["role"]), **marked})
         self.roles.append(message["role"])
@@ -193,7 +176,6 @@ def mark_conversation(
         if role not in ROLES and role not in trained_roles:
             raise Refusal("role", f"{_numbered(messages, index)} with the unknown role {role[:64]!r}")
         conversation.add_message(message)
-    conversation.settings = conversation.size
     if tools is not None:
         conversation.tools = conversation.mark(list(tools), SETTING, ("tools",))
     for key, value in options.items():
@@ -323,11 +305,10 @@ class Trace:
         own = [both for ranges in by_string.values() for both in ranges]
         return (min(begin for begin, _ in own), max(end for _, end in own)) if own else None
 
-    def opening(self, index: int, first: int) -> str | None:
-        """Return what the template writes between the message before and this one, which begins at `first`."""
+    def begin_of_gap(self, first: int) -> int:
+        """Return the end of the fragment before a character, from which on the template wrote everything."""
         at = bisect_left(self.begins, first)
-        previous = self.fragments[at - 1] if at else None
-        return self.text[previous.end : first] if previous and previous.owner == index - 1 else None
+        return min(self.fragments[at - 1].end, first) if at else 0
 
     def goes_on(self, index: int, after: int) -> bool:
         """Say whether this message and the next make one turn: both of the assistant, with nothing between them."""
@@ -361,445 +342,6 @@ class Trace:
         """Return which of some tails stands at `after`, without white space at its end; None if none does."""
         fitting = [tail for tail in tails if self.text.startswith(tail, after)]
         return min((tail for tail in fitting if tail.strip()), key=len, default="").rstrip() if fitting else None
-
-
-# Renders of a conversation, whole or in part, which show where its messages begin and end.
-
-# A generation prompt may open the reasoning behind the header, or open and close it. The header ends before that:
-# inside of a turn the same text is what the model has to produce. An opener that is not listed here counts as part
-# of the header where the turn has it too; where the turn lacks it, the conversation is refused.
-_OPENED = (
-    r"(?:<think>|<thinking>|<\|channel>thought|<\|START_THINKING\|>|\[THINK\]|<seed:think>)\s*"
-    r"(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)?\s*"
-)
-_REASONING_AT_END = re.compile(_OPENED + r"\Z")
-_REASONING_AT_START = re.compile(_OPENED)
-MARKUP = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Za-z_]{1,32}\]")
-"""What control strings look like."""
-_ENDS_OF_TURN = (
-    "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|eot|>",
-    "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<|end_of_text|>", "<|assistant_end|>", "</s>", "[/INST]",
-)  # fmt: skip
-"""What models write to end a turn."""
-_MAX_DATE_CHARS = 4096
-"""Of the format of a date; the date itself may be 256 times as long."""
-_KEPT_TRACES = 16
-"""Renders of parts of a conversation; the memory for all of them would grow with the square of its length."""
-
-
-@dataclass(kw_only=True, slots=True)
-class Renderer:
-    """Renders one conversation, whole or in part, with one template."""
-
-    template: ChatTemplate
-    conversation: MarkedConversation
-    sought: set[str] = field(default_factory=set)
-    """Strings that the template looked for in texts, in all renders so far."""
-    striking: list[list[int]] | None = None
-    """Kept by `sample`: exchanges that hold what the template looks for."""
-    near: tuple[list[list[int]], list[list[int]]] | None = None
-    """Kept by `sample`: the messages on which it depends how each is written."""
-    samples: dict[tuple[int, tuple[str, ...]], tuple[dict[str, Any], str]] = field(default_factory=dict)
-    """Kept by `sample`: what stands for a message, by what the template looked for, and its text."""
-    unsampled: set[int] = field(default_factory=set)
-    """Messages whose turn no sample showed, so that renders of the conversation itself had to."""
-    _traces: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
-
-    def trace(self, num_messages: int, add_generation_prompt: bool) -> Trace:
-        """Render the first messages and follow every character; the latest renders, and the whole one, are kept."""
-        key = (num_messages, add_generation_prompt)
-        if key not in self._traces:
-            try:
-                self._traces[key] = self._traced(*key)
-            except Refusal as error:
-                self._traces[key] = error
-            whole = (len(self.conversation.messages), False)
-            for old in [old for old in self._traces if old != whole][:-_KEPT_TRACES]:
-                del self._traces[old]
-        trace = self._traces[key]
-        if isinstance(trace, Refusal):
-            raise trace
-        return trace
-
-    def try_trace(self, num_messages: int, add_generation_prompt: bool) -> Trace | None:
-        """Render the first messages, if the template takes a conversation that ends there."""
-        try:
-            return self.trace(num_messages, add_generation_prompt)
-        except Refusal:
-            return None
-
-    def refuse_other_text(self, trace: Trace, add_generation_prompt: bool) -> None:
-        """Refuse a conversation of which plain strings, as every other library has them, give another text."""
-        conversation = self.conversation
-        text = plain_text(
-            self.template,
-            self.template.compiled.plain,
-            bare(conversation.messages),
-            bare(conversation.tools),
-            bare(conversation.options),
-            add_generation_prompt,
-        )
-        if text != trace.text:
-            raise Refusal("changed", "the text is another one when its characters are followed")
-
-    def _traced(self, num_messages: int, add_generation_prompt: bool) -> Trace:
-        conversation = self.conversation
-        names = _names(
-            self.template,
-            conversation.messages[:num_messages],
-            conversation.tools,
-            conversation.options,
-            add_generation_prompt,
-            authored,
-        )
-        with seeking(self.sought, conversation.settings):
-            rendered = _run(self.template.compiled.tracked, names)
-        text = str.__str__(rendered)
-        fragments: list[Fragment] = []
-        generation: list[Range] = []
-        of_message: dict[int, list[Fragment]] = {}
-        at = 0
-        for size, first, step in runs_of(rendered):
-            if first == UNKNOWN:
-                raise Refusal("untracked", f"the template makes {text[at : at + 40]!r} in a way not followed")
-            if first & GENERATION:
-                begin = generation.pop()[0] if generation and generation[-1][1] == at else at
-                generation.append((begin, at + size))
-            origin = first & (GENERATION - 1)
-            if origin:
-                string = conversation.string_of(origin)
-                owner = conversation.owners[string]
-                fragments.append(Fragment(at, at + size, origin, step, string, owner))
-                of_message.setdefault(owner, []).append(fragments[-1])
-            at += size
-        return Trace(
-            conversation=conversation,
-            text=text,
-            fragments=fragments,
-            begins=[each.begin for each in fragments],
-            of_message=of_message,
-            generation=generation,
-        )
-
-    # Where a message begins and ends, as shown by renders that stop before or behind it.
-
-    def asked(self, index: int) -> Header | None:
-        """Return what asks for a message; None if the template does not render a prompt there."""
-        prompt = self.try_trace(index, True)
-        if prompt is None:
-            return None
-        last = prompt.fragments[-1] if prompt.fragments else None
-        if last and prompt.is_repeated(last):
-            return None
-        text = _REASONING_AT_END.sub("", prompt.text[last.end if last else 0 :])
-        return Header(after=last.last_origin if last else None, text=text)
-
-    def header_end(self, trace: Trace, index: int, before: int) -> int:
-        """Return where a turn of the assistant begins: behind its header, at or before a character."""
-        header = self.asked(index)
-        ends = trace.header_ends(header, before) if header else []
-        end = ends[-1] if ends else None
-        if end is not None and (end == before or not MARKUP.search(trace.text, end, before)):
-            return end
-        # A template may also write the header where its prompt does not, as in a turn that goes on after a tool.
-        text = _REASONING_AT_END.sub("", self._generation_prompt(index) or "")
-        least = end
-        if least is None:
-            least = max((min(each.end, before) for each in trace.before(before) if each.owner != index), default=0)
-        at = trace.text.rfind(text, least, before) if text.strip() else -1
-        if at >= 0:
-            return at + len(text)
-        if end is None:
-            raise Refusal("header", f"{trace.conversation.named(index)}, and {text!r} is not before it")
-        return end
-
-    def begin(self, trace: Trace, index: int, first: int, end: int) -> int:
-        """Return where a turn of the assistant begins, whose message begins at `first` and which ends at `end`."""
-        try:
-            return self.header_end(trace, index, first)
-        except Refusal as error:
-            begin = self._unasked(trace, index, first, end) if error.reason == "header" else None
-            if begin is None:
-                raise
-            return begin
-
-    def _unasked(self, trace: Trace, index: int, first: int, end: int) -> int | None:
-        """Return where a turn without a header begins; None if that cannot be told.
-
-        It begins behind what ends the turn before it. What then stands before the message is the assistant's to
-        produce if the template writes the same inside of a turn: before calls that follow others in one message.
-        """
-        before = trace.own_range(index - 1) if index else None
-        if before is None or before[1] > first:
-            return None
-        if before[1] == first and trace.goes_on(index - 1, first):
-            return first
-        tails = self.closings(index - 1, trace.origin_at(before[1] - 1))
-        begins = {before[1] + len(tail) for tail in tails if trace.text.startswith(tail, before[1])}
-        if first in begins:
-            return first
-        inside, prompt = self._calls_inside_a_turn(index) if begins else ("", "")
-        for begin in sorted(begins):
-            if inside.endswith(trace.text[begin:end]) and prompt not in trace.text[begin:first]:
-                return begin
-        return None
-
-    def _calls_inside_a_turn(self, index: int) -> tuple[str, str]:
-        """Return a turn that has the tool calls of a message twice and nothing else, and what asks for it."""
-        message = self.conversation.given[index]
-        calls = message.get("tool_calls")
-        if not calls or not isinstance(calls, list | tuple):
-            return "", ""
-        content = None if message.get("content") is None else ""
-        calling = {"role": "assistant", "content": content, "tool_calls": [*calls, *calls]}
-        twice = self.of([{"role": "user", "content": "Q"}, calling])
-        try:
-            trace = twice.trace(2, False)
-            own = trace.own_range(1)
-            if own is None:
-                return "", ""
-            begin = twice.header_end(trace, 1, own[0])
-            tail = trace.closing_of(twice.closings(1, trace.origin_at(own[1] - 1)), own[1])
-        except Refusal:
-            return "", ""
-        prompt = (twice._generation_prompt(1) or "").strip()
-        return ("", "") if tail is None or not prompt else (trace.text[begin : own[1] + len(tail)], prompt)
-
-    def empty_turn(self, trace: Trace, index: int) -> int:
-        """Return where a turn of the assistant without any text begins."""
-        header = self.asked(index)
-        ends = trace.header_ends(header, len(trace.text)) if header else []
-        if len(ends) != 1:
-            raise Refusal("header", f"{trace.conversation.named(index)}, which is empty")
-        return ends[0]
-
-    def closings(self, index: int, after: int | None) -> tuple[str, ...]:
-        """Return what may end the turn of a message, whose last character has the number `after`.
-
-        Behind the last message of a conversation a template may write another end than behind others (EOS, or
-        another end of turn). So two renders that end with the message count: with and without a generation prompt.
-        """
-        ended = self._tail(self.try_trace(index + 1, False), index, after)
-        more = self._tail(self.try_trace(index + 1, True), index, after)
-        tails = [] if ended is None else self._proven(ended, index, after)
-        if more is not None and (ended is None or not more.startswith(ended)):
-            prompt = self._generation_prompt(index)
-            tails += [more.removesuffix(prompt)] if prompt and more.endswith(prompt) else []
-        if ended is None and more is None and after is not None:
-            return self._closings_of_next(index)
-        return tuple(tails)
-
-    def _closings_of_next(self, index: int) -> tuple[str, ...]:
-        """Return what ends the next turn of the same role, for a message that no conversation may end with.
-
-        A template may refuse a conversation without a user. All turns of a role end alike.
-        """
-        roles = self.conversation.roles
-        further = next((at for at in range(index + 1, len(roles)) if roles[at] == roles[index]), None)
-        trace = self.trace(len(roles), False)
-        own = None if further is None else trace.own_range(further)
-        if further is None or own is None:
-            return ()
-        return self.closings(further, trace.origin_at(own[1] - 1))
-
-    def _proven(self, tail: str, index: int, after: int | None) -> list[str]:
-        """Return the part of a tail that ends the turn; nothing where that cannot be told.
-
-        Behind the last message a template may write what is no part of its turn: a generation prompt that was not
-        asked for, EOS of the document, a date, a footer. So what counts is what the template also writes before one
-        more message, up to its header; or an end of turn or EOS in that place.
-        """
-        further, between = self._followed(index, after)
-        if between is None:
-            return [tail] if not self._without_ends(tail) else []
-        # A template may write empty reasoning into an empty last turn, and leave it out of earlier ones.
-        thought = _REASONING_AT_START.match(tail) if after is None else None
-        if thought and not between.startswith(thought.group()):
-            bare_ends = self._proven(tail[thought.end() :], index, after)
-            return [*(thought.group() + end for end in bare_ends), *bare_ends]
-        shared = _shared(tail, between)
-        if not tail[:shared].strip() and not self._without_ends(tail):
-            return [tail]
-        opening = self.of([further]).try_trace(1, False)
-        header = opening.text[: opening.begins[0]] if opening and opening.fragments else ""
-        size = len(between) - _shared_end(header, between)
-        # What opens a conversation may hold an end of turn too: that of a system prompt which the template adds.
-        size += max((len(end) for end in self._ends if between.startswith(end, size)), default=0)
-        closing, is_empty = between[:size], not self._without_ends(tail[shared:])
-        if is_empty and (closing.strip() or header == between):
-            return [tail[: min(shared, size)]]
-        if is_empty:
-            return [tail[:shared]]
-        return [closing] if header and closing.strip() and tail.startswith(closing) else []
-
-    def _followed(self, index: int, after: int | None) -> tuple[Message, str | None]:
-        """Return a message that may follow another, and what the template writes between the two."""
-        given = self.conversation.given[: index + 1]
-        in_parts = isinstance(given[index].get("content"), list | tuple)
-        content = [{"type": "text", "text": "Q"}] if in_parts else "Q"
-        if given[index].get("tool_calls"):
-            # A template may ask for the id of the call that a result belongs to.
-            following: list[Message] = [{"role": "tool"}, _result_of(given[index]), {"role": "user"}]
-        else:
-            following = [{"role": "assistant" if self.conversation.roles[index] == "user" else "user"}]
-        for further in ({**each, "content": content} for each in following):
-            between = self.of([*given, further])._between(index, after)
-            if between is not None:
-                return further, between
-        return {}, None
-
-    def of(self, messages: Sequence[Message]) -> Renderer:
-        """Return a renderer of other messages with the same template, tools and options."""
-        own = self.conversation
-        roles = [message["role"] for message in messages]
-        conversation = mark_conversation(messages, bare(own.tools), bare(own.options), roles)
-        return Renderer(template=self.template, conversation=conversation, sought=self.sought)
-
-    def _between(self, index: int, after: int | None) -> str | None:
-        """Return what stands between a message and the next one; None where either is not written there."""
-        trace = self.try_trace(index + 2, False)
-        if trace is None:
-            return None
-        try:
-            own, further = trace.own_range(index), trace.own_range(index + 1)
-            begin = own[1] if own else self.empty_turn(trace, index)
-        except Refusal:
-            return None
-        same = own is None or trace.origin_at(begin - 1) == after
-        return trace.text[begin : further[0]] if further and begin <= further[0] and same else None
-
-    @property
-    def _ends(self) -> tuple[str, ...]:
-        """What may end a turn."""
-        eos = self.template.special_tokens.get("eos_token")
-        return (*_ENDS_OF_TURN, eos) if eos else _ENDS_OF_TURN
-
-    def _without_ends(self, text: str) -> str:
-        """Return a text without ends of turns and white space."""
-        for end in self._ends:
-            text = text.replace(end, "")
-        return text.strip()
-
-    def _tail(self, trace: Trace | None, index: int, after: int | None) -> str | None:
-        """Return what a render that ends with a message has behind it; None if the message ends otherwise there."""
-        if trace is None:
-            return None
-        own = trace.own_range(index)
-        if own is None:
-            return trace.text[self.empty_turn(trace, index) :]
-        return trace.text[own[1] :] if trace.origin_at(own[1] - 1) == after else None
-
-    def _generation_prompt(self, index: int) -> str | None:
-        """Return what the template adds to ask for a message: this one, or else another of the conversation.
-
-        Behind a message of the assistant, a template may write another end of turn when it adds a prompt. So such a
-        place counts only if nothing but the prompt is added.
-        """
-        roles = self.conversation.roles
-        for num_messages in (index, *range(1, len(roles) + 1)):
-            longer, shorter = self.try_trace(num_messages, True), self.try_trace(num_messages, False)
-            if longer is None or shorter is None:
-                continue
-            prompt = longer.text[_shared(longer.text, shorter.text) :]
-            after_assistant = num_messages > 0 and roles[num_messages - 1] == "assistant"
-            if prompt.strip() and (not after_assistant or longer.text.startswith(shorter.text)):
-                return prompt
-        return None
-
-
-def plain_text(
-    template: ChatTemplate,
-    runnable: Template,
-    messages: Sequence[Message],
-    tools: Sequence[Any] | None,
-    options: Mapping[str, Any],
-    add_generation_prompt: bool,
-) -> str:
-    """Render a conversation with plain strings, as every other library does; `runnable` is of the template."""
-    return _run(runnable, _names(template, messages, tools, options, add_generation_prompt, str))
-
-
-def _names(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Sequence[Any] | None,
-    options: Mapping[str, Any],
-    add_generation_prompt: bool,
-    own: Callable[[str], str],
-) -> dict[str, Any]:
-    """Return what a template may refer to; `own` marks a string as the template's own."""
-    return {
-        **{name: own(token) for name, token in template.special_tokens.items()},
-        "strftime_now": lambda form: own(_now(template.where, options).strftime(form[:_MAX_DATE_CHARS])),
-        **options,
-        "messages": messages,
-        "tools": tools,
-        "documents": None,
-        "add_generation_prompt": add_generation_prompt,
-    }
-
-
-def _run(template: Template, names: dict[str, Any]) -> str:
-    with budget():
-        try:
-            return template.render(names)
-        except (Refusal, ConfigError):
-            raise
-        except MemoryError as error:
-            raise too_much_memory() from error
-        except Exception as error:
-            # A template may fail in any way that Python can; here it costs the record, not the job.
-            text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'").replace(
-                f"{Tracked.__module__}.Tracked", "str"
-            )
-            raise Refusal("template_error", f"the template fails with {text}") from error
-
-
-def _now(where: str, options: Mapping[str, Any]) -> datetime:
-    given = options.get("now")
-    if given is None:
-        raise ConfigError(
-            f"chat template {where}: it writes today's date, and data must not depend on the clock, "
-            'got no date; write chat_template_kwargs = { now = "2025-01-31" } into the recipe'
-        )
-    try:
-        return datetime.fromisoformat(str.__str__(given))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f'chat template {where}: now must be a date in ISO form, got {given!r}; write it as "2025-01-31"'
-        ) from error
-
-
-def _result_of(message: Message) -> Message:
-    """Return the result of the first tool call of a message, without its content."""
-    calls = message["tool_calls"]
-    call = calls[0] if isinstance(calls, list | tuple) and isinstance(calls[0], Mapping) else {}
-    function = call.get("function", call)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return {"role": "tool", "name": name, "tool_call_id": call.get("id")}
-
-
-def _common(left: str, right: str) -> int:
-    pairs = enumerate(zip(left, right, strict=False))
-    return next((at for at, (one, other) in pairs if one != other), min(len(left), len(right)))
-
-
-def _shared(left: str, right: str) -> int:
-    """Return how many characters two texts have in common at their start; markup of the first is not split."""
-    shared = _common(left, right)
-    for match in MARKUP.finditer(left, max(0, shared - 66), shared + 66):
-        if match.start() < shared < match.end():
-            shared = match.start()
-    return shared
-
-
-def _shared_end(left: str, right: str) -> int:
-    """Return how many characters two texts have in common at their end; markup of the second is not split."""
-    begin = len(right) - _common(left[::-1], right[::-1])
-    for match in MARKUP.finditer(right, max(0, begin - 66), begin + 66):
-        if match.start() < begin < match.end():
-            begin = match.end()
-    return len(right) - begin
 
 
 def bare(value: Any) -> Any:  # noqa: ANN401 - any JSON value

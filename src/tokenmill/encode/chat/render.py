@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,14 +21,13 @@ from tokenmill.encode.chat.conversation import (
     MarkedConversation,
     Message,
     Range,
-    Renderer,
     Trace,
     mark_conversation,
     shortened,
 )
-from tokenmill.encode.chat.sample import TurnEdges, between, edges_by_sample
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.tracked import limits, runs_of
+from tokenmill.encode.chat.turns import Renderer, refuse_missing, turn_range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +42,7 @@ class Rendered:
     notes: tuple[str, ...] = ()
     """Names of `encode.NOTES`: what the conversation has and the text lacks, such as tools or reasoning; that some
     messages say whether they are trained on; and that messages are trained on that have nothing to say."""
-    unsaid: int = 0
+    num_omitted: int = 0
     """Number of characters of contents that are not in the text, plus the number of tool calls that are not written
     as a whole, or whose arguments are an object that is written as a text in quotes."""
 
@@ -65,53 +64,29 @@ def render(
     is given under each name that templates read. Contents in parts, tool calls without a text and their arguments
     are given as they are or, if the template does not take that, in another form (`forms_of`).
     """
-    return best_form(template, messages, tools, kwargs, add_generation_prompt, train_on, last_only)[0]
-
-
-class Form(NamedTuple):
-    """A form of a conversation that was tried."""
-
-    renderer: Renderer
-    losses: Sequence[Loss]
-    """Of each message."""
-    rendered: Rendered
-
-
-def best_form(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    tools: Sequence[Any] | None,
-    kwargs: Mapping[str, Any],
-    add_generation_prompt: bool,
-    train_on: Sequence[str],
-    last_only: bool,
-) -> tuple[Rendered, list[Form | None]]:
-    """Render a conversation; return also all forms that were tried, None for one that is refused."""
-    forms: list[Form | None] = []
+    shown: list[Rendered] = []
     refused: list[Refusal] = []
     for given, notes in forms_of(with_reasoning(messages)):
         try:
             conversation = mark_conversation(given, tools, kwargs, train_on)
             renderer = Renderer(template=template, conversation=conversation)
             with limits():
-                form = _rendered(renderer, notes, add_generation_prompt, train_on, last_only)
+                rendered = _rendered(renderer, notes, add_generation_prompt, train_on, last_only)
         except Refusal as error:
             if error.reason in LIMITS:
                 raise Refusal(error.reason, f"{error.detail}: {template.where}") from error
             if error.reason in _IN_ANY_FORM:
                 raise
             refused.append(error)
-            forms.append(None)
             continue
-        forms.append(form)
-        if not form.rendered.unsaid:
-            return form.rendered, forms
-    taken = [form.rendered for form in forms if form is not None]
-    if not taken:
+        if not rendered.num_omitted:
+            return rendered
+        shown.append(rendered)
+    if not shown:
         # What is wrong shows best in a form that the template writes, and least in one that it fails on.
         raise min(refused, key=lambda error: _FAILS.get(error.reason, 0))
     # A template may leave out a message in every form; the right form is that in which it leaves out least.
-    return min(taken, key=lambda form: form.unsaid), forms
+    return min(shown, key=lambda rendered: rendered.num_omitted)
 
 
 LIMITS = frozenset(("too_large", "too_many_steps", "too_slow"))
@@ -138,27 +113,23 @@ def _rendered(
     add_generation_prompt: bool,
     train_on: Sequence[str],
     last_only: bool,
-) -> Form:
+) -> Rendered:
     conversation = renderer.conversation
     trace = renderer.trace(len(conversation.messages), add_generation_prompt)
     renderer.refuse_other_text(trace, add_generation_prompt)
     _refuse_written_null(trace)
-    losses = _losses(trace)
     says = [says_of_training(message) for message in conversation.given]
     trained = () if add_generation_prompt else trained_messages(conversation.roles, says, train_on, last_only)
-    for index, loss in enumerate(losses):
-        if says[index] is not None:
-            loss.names.add("flags_of_training")
-        if index in trained and not conversation.parts_of(index):
-            loss.names.add("empty_answers")
-    rendered = Rendered(
+    omitted, num_omitted = _omissions(trace)
+    flagged = {"flags_of_training"} if any(flag is not None for flag in says) else set()
+    empty = {"empty_answers"} if any(not conversation.parts_of(index) for index in trained) else set()
+    return Rendered(
         text=trace.text,
         supervised=() if add_generation_prompt else find_ranges(renderer, trained),
         authored=tuple(trace.authored()),
-        notes=(*notes, *notes_of(losses)),
-        unsaid=unsaid_of(losses, conversation.size_of),
+        notes=(*notes, *sorted(flagged | empty), *sorted(omitted)),
+        num_omitted=num_omitted,
     )
-    return Form(renderer=renderer, losses=losses, rendered=rendered)
 
 
 # Other forms of the same conversation.
@@ -197,11 +168,6 @@ def forms_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], t
             texts = flattened(given)
             if texts is not None:
                 yield texts, notes
-
-
-def may_have_forms(message: Message) -> bool:
-    """Say whether `forms_of` may give another form of a message."""
-    return bool(_tool_calls(message)) or has_parts(message) or message.get("content") is None
 
 
 def _tool_calls(message: object) -> Sequence[Any]:
@@ -347,7 +313,7 @@ def find_ranges(renderer: Renderer, trained: Sequence[int]) -> tuple[Range, ...]
     has_blocks = renderer.template.compiled.has_generation
     by_block = [index for index in trained if has_blocks and roles[index] == "assistant"]
     for index in by_block:
-        _refuse_missing(trace, index)
+        refuse_missing(trace, index)
     ranges = _block_ranges(trace, by_block) if by_block else []
     by_turn = [index for index in trained if index not in by_block]
     if by_turn:
@@ -410,64 +376,6 @@ def _block_owner(trace: Trace, begin: int, end: int) -> int:
     return owners.pop()
 
 
-def _turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
-    """Return where what has to be produced of a message begins and ends, its end of turn included."""
-    conversation = trace.conversation
-    asks = conversation.roles[index] == "assistant"
-    own = trace.own_range(index)
-    if own is None:
-        _refuse_missing(trace, index)
-        if not asks:
-            return (0, 0)
-        renderer.unsampled.add(index)
-        begin = renderer.empty_turn(trace, index)
-        return begin, begin + len(_closing(trace, renderer.closings(index, None), index, begin))
-    first, after = own
-    # What a sample shows counts where this render has the same; elsewhere renders of the conversation decide.
-    known = edges_by_sample(renderer, index)
-    end = after + len(_end_of_turn(renderer, trace, index, after, known))
-    if not asks:
-        return first, end
-    ends = trace.header_ends(known.header, first) if known and known.header else []
-    leads = known.sample.leads if known else None
-    if leads is not None and ends and trace.text[ends[-1] : first] in ("", *leads):
-        return ends[-1], end
-    opening = trace.opening(index, first)
-    lead = next((size for text, size in known.sample.openings if text == opening), None) if known else None
-    if lead is not None:
-        return first - lead, end
-    renderer.unsampled.add(index)
-    return renderer.begin(trace, index, first, end), end
-
-
-def _end_of_turn(renderer: Renderer, trace: Trace, index: int, after: int, known: TurnEdges | None) -> str:
-    """Return what ends the turn of a message whose last character stands before `after`."""
-    last = trace.origin_at(after - 1)
-    end = trace.closing_of(_sampled_tails(trace, index, last, known), after)
-    if end is not None:
-        return end
-    renderer.unsampled.add(index)
-    tails = renderer.closings(index, last)
-    if trace.closing_of(tails, after) is None and trace.goes_on(index, after):
-        return ""
-    return _closing(trace, tails, index, after)
-
-
-def _sampled_tails(trace: Trace, index: int, last: int | None, known: TurnEdges | None) -> tuple[str, ...]:
-    """Return what ends a turn in a sample, if the sample has the same text between the message and the next."""
-    if known is None or known.last != last:
-        return ()
-    sample = known.sample
-    return sample.tails if not sample.between or between(trace, index) in sample.between else ()
-
-
-def _closing(trace: Trace, tails: tuple[str, ...], index: int, after: int) -> str:
-    end = trace.closing_of(tails, after)
-    if end is None:
-        raise Refusal("end_of_turn", f"{trace.shown(after)} behind {trace.conversation.named(index)}")
-    return end
-
-
 # Messages that a template writes in two pieces, with other messages between them.
 
 _RESULTS = ("tool", "function", "ipython", "observation")
@@ -485,8 +393,7 @@ def _turn_ranges(renderer: Renderer, trace: Trace, trained: Sequence[int]) -> li
     calling = [index for index, message in enumerate(conversation.given) if message.get("tool_calls")]
     apart = [index for index in sorted({*calling, *trained}) if _is_apart(trace, index)]
     if not apart:
-        return [_turn_range(renderer, trace, index) for index in trained]
-    renderer.unsampled.update(trained)
+        return [turn_range(renderer, trace, index) for index in trained]
     refused = Refusal("interleaved", f"{conversation.named(apart[0])} in parts, with others between them")
     if not all({"text", "tool calls"} <= {*conversation.parts_of(index)} for index in apart):
         raise refused
@@ -576,7 +483,7 @@ class _Arranged:
         """Return what of a message has to be produced, in the render of the conversation."""
         ranges: list[Range] = []
         for at in self.messages[index]:
-            begin, end = _turn_range(self.renderer, self.trace, at)
+            begin, end = turn_range(self.renderer, self.trace, at)
             begin += sum(text.end - text.begin for text in self.left_out.values() if text.at <= begin)
             end += sum(text.end - text.begin for text in self.left_out.values() if text.at < end)
             ranges.append((begin, end))
@@ -584,8 +491,7 @@ class _Arranged:
         if text is not None:
             # The model writes it where it is asked for the next message. What stands behind it ends no turn, as it
             # stands there without the text too.
-            known = edges_by_sample(self.renderer, text.next)
-            if not self._is_asked(known.header if known else None, text.at) and not self._is_asked(
+            if turn_range(self.renderer, self.trace, text.next)[0] != text.at and not self._is_asked(
                 self.renderer.asked(text.next), text.at
             ):
                 raise Refusal("header", f"the text of {self.trace.conversation.named(index)}, behind the results")
@@ -596,53 +502,14 @@ class _Arranged:
         return header is not None and at in self.trace.header_ends(header, at)
 
 
-def _refuse_missing(trace: Trace, index: int) -> None:
-    if index in trace.of_message:
-        return
-    named = trace.conversation.named(index)
-    match trace.conversation.parts_of(index):
-        case ():
-            return
-        case ("text", *_):
-            detail = f"the template writes nothing of {named}"
-        case parts:
-            detail = f"the template writes no {' and no '.join(parts)}, and {named} has nothing else"
-    raise Refusal("missing", detail)
-
-
 # What a conversation holds and its render does not, without being refused.
 
 _DROPPED = "reasoning_dropped"
 _NAMES: Mapping[str, str] = {
     "tools": "tools_not_written",
-    "tool_calls": "tool_calls_not_written",
     **dict.fromkeys(REASONING, _DROPPED),
 }
 """Field -> the note of a message, or record, that has it and of which no character of it was written."""
-
-
-class Loss(NamedTuple):
-    """What the render lacks of one message, and what else is noted of it."""
-
-    names: set[str]
-    """For `Rendered.notes`."""
-    unsaid: Sequence[int]
-    """Strings of its content that are not written, counted from the first string of the message."""
-    num_bad_calls: int
-    """Number of tool calls that are not written as a whole, or whose arguments are written in quotes."""
-
-
-def notes_of(losses: Iterable[Loss]) -> tuple[str, ...]:
-    """Return the notes of a conversation."""
-    names = {name for loss in losses for name in loss.names}
-    first = [name for name in ("empty_answers", "flags_of_training") if name in names]
-    return (*first, *sorted(names.difference(first)))
-
-
-def unsaid_of(losses: Sequence[Loss], size_of: Callable[[int, int], int]) -> int:
-    """Return `Rendered.unsaid`; `size_of` gives the length of a string of a message."""
-    unsaid = sum(size_of(index, string) for index, loss in enumerate(losses) for string in loss.unsaid)
-    return unsaid + sum(loss.num_bad_calls for loss in losses)
 
 
 def _refuse_written_null(trace: Trace) -> None:
@@ -652,54 +519,48 @@ def _refuse_written_null(trace: Trace) -> None:
         raise Refusal("template_error", "the template writes a null content as the text 'None'")
 
 
-def _losses(trace: Trace) -> list[Loss]:
-    """Return what was lost of each message; for the tools it is noted with the first message.
+def _omissions(trace: Trace) -> tuple[set[str], int]:
+    """Return notes of everything that the template leaves out, and `Rendered.num_omitted`.
 
-    A list of texts that the template writes as a list is refused. Reasoning may stand in a field of its own or at
-    the start of a content, before `</think>`.
+    A list of texts that the template writes as a list is rejected. Reasoning may be in a field of its own or at the
+    start of a content, before `</think>`.
     """
     conversation = trace.conversation
     written = {each.string for each in trace.fragments}
-    escaped = {
-        each.string
-        for each in trace.fragments
-        if conversation.objects and not each.step and each.end > each.begin + 1
-    }
-    num_messages = len(conversation.messages)
+    escaped = {each.string for each in trace.fragments if not each.step and each.end > each.begin + 1}
+    fields = conversation.fields
+    written_calls = {conversation.call_of(string) for string in written if fields[string] == "tool_calls"}
+    bad_calls: set[int] = set()
     is_written: dict[tuple[int, str], bool] = {}
-    unsaid: list[list[int]] = [[] for _ in range(num_messages)]
-    calls: list[set[int]] = [set() for _ in range(num_messages)]
-    written_calls = {
-        conversation.call_of(string) for string in written if conversation.fields[string] == "tool_calls"
-    }
-    bad_calls: list[set[int]] = [set() for _ in range(num_messages)]
-    for string, (owner, name) in enumerate(zip(conversation.owners, conversation.fields, strict=True)):
+    notes: set[str] = set()
+    num_omitted = 0
+    for string, (owner, name) in enumerate(zip(conversation.owners, fields, strict=True)):
         if name == "content":
             if not conversation.labels[string]:
-                unsaid[owner] += [] if string in written else [string - conversation.firsts[owner]]
+                num_omitted += 0 if string in written else conversation.size_of(string)
             elif string in written and has_parts(conversation.given[owner]):
                 raise Refusal("parts", f"the template writes the list itself in {conversation.named(owner)}")
+        elif name == "tool_calls":
+            call = conversation.call_of(string)
+            # Arguments that are a text and are written in quotes should have been an object.
+            in_quotes = string in escaped and string in conversation.objects
+            is_lost = string not in written and not conversation.labels[string]
+            if is_lost or in_quotes or call not in written_calls:
+                bad_calls.add(call)
+            if call not in written_calls:
+                notes.add("tool_calls_not_written")
         elif name in _NAMES:
             # The fields for reasoning mean the same: it is written if one of them is.
-            key = (max(owner, 0), _NAMES[name])
+            key = (owner, _NAMES[name])
             is_written[key] = is_written.get(key, False) or string in written
-            if name == "tool_calls":
-                call = conversation.call_of(string)
-                calls[owner].add(call)
-                # Arguments that are a text and are written in quotes should have been an object.
-                in_quotes = string in escaped and string in conversation.objects
-                is_lost = string not in written and not conversation.labels[string]
-                if is_lost or in_quotes or call not in written_calls:
-                    bad_calls[owner].add(call)
-    names: list[set[str]] = [{"content_not_written"} if strings else set() for strings in unsaid]
-    for (owner, name), shown in is_written.items():
-        if not shown or (name == _NAMES["tool_calls"] and not calls[owner] <= written_calls):
-            names[owner].add(name)
+    if num_omitted:
+        notes.add("content_not_written")
+    notes.update(name for (_, name), shown in is_written.items() if not shown)
     for index, begin, end in _thoughts(conversation):
         fragments = trace.of_message.get(index, ())
         if not any(each.origin < end and each.last_origin >= begin for each in fragments):
-            names[index].add(_DROPPED)
-    return [Loss(*each) for each in zip(names, unsaid, map(len, bad_calls), strict=True)]
+            notes.add(_DROPPED)
+    return notes, num_omitted + len(bad_calls)
 
 
 def _thoughts(conversation: MarkedConversation) -> Iterator[tuple[int, int, int]]:

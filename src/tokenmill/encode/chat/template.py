@@ -331,8 +331,6 @@ class Compiled:
     """Runs on plain strings, as every other library does; both must give the same text."""
     has_generation: bool
     """Whether it says itself, by `{% generation %}`, what is trained on."""
-    words: frozenset[str]
-    """All strings in it, which a text may be compared with."""
     names: frozenset[str]
     """Names that it reads: of what it is given, and of what it sets itself."""
 
@@ -363,12 +361,10 @@ def _compiled(source: str) -> Compiled:
     tracked, plain = TrackedEnvironment(), PlainEnvironment()
     tree = plain.parse(source)
     blocks = tree.find_all(nodes.ExtensionAttribute)
-    constants = tree.find_all(nodes.Const)
     return Compiled(
         tracked=tracked.from_string(source),
         plain=plain.from_string(source),
         has_generation=any(node.identifier == GenerationBlock.identifier for node in blocks),
-        words=frozenset(node.value for node in constants if isinstance(node.value, str)),
         names=frozenset(node.name for node in tree.find_all(nodes.Name) if node.ctx == "load"),
     )
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat.conversation import MARKUP, NO_OPTIONS, Conversation
-from tokenmill.encode.chat.patterns import Patterns
+from tokenmill.encode.chat.conversation import NO_OPTIONS, Conversation
 from tokenmill.encode.chat.render import LIMITS, Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.tracked import limits
+from tokenmill.encode.chat.turns import MARKUP
 from tokenmill.encode.tokenizer import Tokenizer, control_pattern, join, num_shared, split
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.types import BoolArray, Encoded, Int64Array, Refused, Uint8Array, Uint32Array
@@ -230,8 +230,6 @@ def _encode(texts: list[str], tokenizer: Tokenizer) -> list[Uint32Array]:
 # Conversations to ids and masks.
 
 _TAKEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_now", "raise_exception")
-_MAX_OPTIONS = 16
-"""Of conversations that have some of their own, kept at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,8 +263,6 @@ class ChatEncoder:
     """Whether BOS is put before a conversation whose template writes none. None: only before that of the built-in
     template, if texts start with it; of any other what it writes is all, as for transformers."""
     _controls: Controls = field(init=False, repr=False, compare=False)
-    _patterns: dict[str, Patterns] = field(init=False, repr=False, compare=False, default_factory=dict)
-    """By the options of a conversation, as a text."""
     _examples: list[Rendered | None] = field(init=False, repr=False, compare=False, default_factory=list)
     """The plain question and answer, once it is rendered."""
 
@@ -304,23 +300,12 @@ class ChatEncoder:
         names = self.template.compiled.names
         return {*(names - {*_TAKEN, *self.template.special_tokens}), "now"}
 
-    def _patterns_of(self, options: Mapping[str, Any]) -> Patterns:
-        """Return what renders conversations with these options; what the template does not read is refused."""
-        key = repr(options) if options else ""
-        if key not in self._patterns:
-            unknown = next((name for name in options if name not in self._names), None)
-            if unknown is not None:
-                raise Refusal("options", f"{unknown!r}; {nearest(str(unknown), sorted(self._names))}")
-            while len(self._patterns) >= _MAX_OPTIONS:
-                del self._patterns[next(iter(self._patterns))]
-            self._patterns[key] = Patterns(
-                template=self.template,
-                kwargs={**self.kwargs, **options},
-                train_on=self.train_on,
-                last_only=self.last_only,
-                controls=self._controls.pattern,
-            )
-        return self._patterns[key]
+    def _options_of(self, conversation: Conversation) -> Mapping[str, Any]:
+        """Return the options of a conversation; one that the template does not read is rejected."""
+        unknown = next((name for name in conversation.options if name not in self._names), None)
+        if unknown is not None:
+            raise Refusal("options", f"{unknown!r}; {nearest(str(unknown), sorted(self._names))}")
+        return {**self.kwargs, **conversation.options}
 
     @property
     def spelled(self) -> tuple[str, ...]:
@@ -386,8 +371,14 @@ class ChatEncoder:
             for index, conversation in enumerate(conversations):
                 start()
                 try:
-                    patterns = self._patterns_of(conversation.options)
-                    rendered[index] = patterns.render(conversation.messages, conversation.tools)
+                    rendered[index] = render(
+                        self.template,
+                        conversation.messages,
+                        tools=conversation.tools,
+                        kwargs=self._options_of(conversation),
+                        train_on=self.train_on,
+                        last_only=self.last_only,
+                    )
                 except Refusal as error:
                     refused[index] = error
         ids: list[Uint32Array] = []

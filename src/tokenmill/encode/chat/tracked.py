@@ -219,36 +219,6 @@ def charge_text(value: object) -> None:
     charge_size(num_chars)
 
 
-# What a template looks for in texts.
-
-_sought: ContextVar[tuple[set[str], int]] = ContextVar("what a template looks for")
-
-
-def seeking(sought: set[str], limit: int) -> AbstractContextManager[None]:
-    """Collect the strings of the template that a render looks for in texts with marks below a limit."""
-    return during(_sought, (sought, limit))
-
-
-def _note(text: Tracked, needle: object) -> None:
-    """Note that a string is looked for in a text."""
-    if type(needle) is Tracked and needle._runs is None and text._runs is not None and str.strip(needle):
-        sought, limit = _sought.get((set(), 0))
-        if any(first == UNKNOWN or 0 < first & (GENERATION - 1) < limit for _, first, _ in text._runs):
-            sought.add(str.__str__(needle))
-
-
-# Where generation blocks begin and end in a render with plain strings.
-
-BLOCK_BEGIN, BLOCK_END = "\ufdd0", "\ufdd1"
-"""Two of the code points that Unicode keeps out of texts."""
-_blocks_shown: ContextVar[bool] = ContextVar("whether generation blocks are shown", default=False)
-
-
-def showing_blocks() -> AbstractContextManager[None]:
-    """Put `BLOCK_BEGIN` and `BLOCK_END` around what generation blocks write in a render with plain strings."""
-    return during(_blocks_shown, True)
-
-
 # Strings that are followed.
 
 Run: TypeAlias = tuple[int, int, int]
@@ -370,12 +340,10 @@ class Tracked(str):
 
     def split(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         """Do what `str` does."""
-        _note(self, sep)
         return self._located(str.split(self, sep, maxsplit), sep)
 
     def rsplit(self, sep: str | None = None, maxsplit: SupportsIndex = -1) -> list[str]:
         """Do what `str` does."""
-        _note(self, sep)
         return self._located(str.rsplit(self, sep, maxsplit), sep)
 
     def _located(self, parts: list[str], sep: str | None) -> list[str]:
@@ -434,22 +402,6 @@ class Tracked(str):
     swapcase = _cased(str.swapcase)
 
 
-def _noting(name: str) -> Callable[..., Any]:
-    """Return a method of `str` that also notes what it looks for; other methods of `Tracked` call these."""
-    method = getattr(str, name)
-
-    def search(self: Tracked, needle: object, *where: object) -> Any:  # noqa: ANN401 - what the method returns
-        for each in needle if isinstance(needle, tuple) else (needle,):
-            _note(self, each)
-        return method(self, needle, *where)
-
-    return search
-
-
-for _name in ("__contains__", "find", "rfind", "index", "rindex", "count", "startswith", "endswith"):
-    setattr(Tracked, _name, _noting(_name))
-
-
 def marked(text: str, runs: Sequence[Run] | None) -> Tracked:
     """Return a string with these marks; None marks all of it as the template's own."""
     if len(text) > LONG:
@@ -501,9 +453,9 @@ def runs_of(text: str) -> Sequence[Run]:
 
 
 def generated(text: str) -> str:
-    """Mark a text as written inside a generation block; a plain one only within `showing_blocks`."""
+    """Mark a text as written inside a generation block; a plain one has no marks."""
     if type(text) is not Tracked:
-        return f"{BLOCK_BEGIN}{text}{BLOCK_END}" if text and _blocks_shown.get() else text
+        return text
     return marked(
         text,
         [(size, first if first == UNKNOWN else first | GENERATION, step) for size, first, step in runs_of(text)],

@@ -1,17 +1,18 @@
+"""Turns that are learned once from samples are those that renders of the whole conversation show."""
+
 from __future__ import annotations
 
 import itertools
+import json
+import random
 
 import pytest
-from tests.encode.chat.shapes import FEW, SHAPES, shaped, tools_of
+from tests.encode.chat.shapes import FEW, SHAPES, TOOLS, shaped, tools_of
 from tests.encode.chat.stock import STOCK, stock_source, stock_template, swept
 
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat import conversation
-from tokenmill.encode.chat import render as rendering
-from tokenmill.encode.chat.conversation import Renderer, mark_conversation
-from tokenmill.encode.chat.render import render
-from tokenmill.encode.chat.sample import _edges_of_sample
+from tokenmill.encode.chat import turns as located
+from tokenmill.encode.chat.render import Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate
 
 UNMARKED = [name for name in STOCK if "endgeneration" not in stock_source(name)]
@@ -32,7 +33,7 @@ def the_long_way(monkeypatch):
 
     def found(*given):
         with monkeypatch.context() as patch:
-            patch.setattr(rendering, "edges_by_sample", lambda *_: None)
+            patch.setattr(located.Renderer, "learned", lambda *_: located.Turn())
             return outcome(*given)
 
     return found
@@ -42,7 +43,7 @@ def the_long_way(monkeypatch):
     "shapes", [FEW[2:4], pytest.param(tuple(SHAPES), marks=pytest.mark.deep)], ids=("few", "all")
 )
 @pytest.mark.parametrize("name", swept(UNMARKED))
-def test_a_sample_shows_what_the_whole_conversation_shows(name, shapes, the_long_way):
+def test_samples_show_what_the_whole_conversation_shows(name, shapes, the_long_way):
     """[T1.a]"""
     template = stock_template(name)
     for shape, roles in itertools.product(shapes, (("assistant",), ROLES)):
@@ -64,7 +65,7 @@ TEXTS = (
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1_distill", "glm4moe", "gemma", "llama3", "nemotron_3_nano"])
-def test_what_messages_say_changes_nothing_that_a_sample_hides(name, the_long_way):
+def test_texts_of_messages_change_nothing_that_samples_hide(name, the_long_way):
     """[T1.a]"""
     template = stock_template(name)
     for index, first in enumerate(TEXTS):
@@ -115,22 +116,6 @@ def test_a_prompt_that_depends_on_what_was_said_long_before_is_still_told_from_t
     assert leads == {True, False}
 
 
-def test_what_a_template_looks_for_in_texts_is_noted_and_names_of_fields_are_not():
-    source = (
-        "{% set y = '[c]' %}{% for m in messages %}{{ 'content' in m }}{{ m.get('role') }}"
-        "{{ '<image>' in m.content }}"
-        "{{ y in m.content }}{{ m.content.split('<a>')[0].lstrip('\n').startswith(('<b>', 'd')) }}"
-        "{{ m.content | replace('<e>', '') }}{{ m.content in ['word'] }}{{ m.content.find(m.role) }}{% endfor %}"
-    )
-    messages = [{"role": "user", "content": "some text"}]
-    renderer = Renderer(
-        template=ChatTemplate(source=source, where="a"),
-        conversation=mark_conversation(messages, None, {}, ()),
-    )
-    renderer.trace(1, False)
-    assert renderer.sought == {"<image>", "[c]", "<a>", "<b>", "d", "<e>", "user"}
-
-
 def long_talk(count: int, word: str) -> list[dict[str, str]]:
     roles = itertools.cycle(("user", "assistant"))
     return [
@@ -142,10 +127,8 @@ def long_talk(count: int, word: str) -> list[dict[str, str]]:
 def renders_noted(monkeypatch) -> list[int]:
     """Return a list to which the number of messages of each further render is added."""
     renders: list[int] = []
-    run = conversation._run
-    monkeypatch.setattr(
-        conversation, "_run", lambda *given: renders.append(len(given[1]["messages"])) or run(*given)
-    )
+    run = located._run
+    monkeypatch.setattr(located, "_run", lambda *given: renders.append(len(given[1]["messages"])) or run(*given))
     return renders
 
 
@@ -153,42 +136,13 @@ def renders_noted(monkeypatch) -> list[int]:
 def test_a_conversation_is_rendered_twice_however_long_it_is(name, monkeypatch):
     renders = renders_noted(monkeypatch)
     template = stock_template(name)
-    _edges_of_sample.cache_clear()
+    located.learn.cache_clear()
     render(template, long_talk(16, "first"))
-    assert len(renders) > 2
-    assert max(renders[2:]) == 3, "samples are short"
+    assert sorted(renders)[-3] <= 8, "samples are short"
     renders.clear()
     found = render(template, long_talk(100, "second"))
     assert renders == [100, 100], "followed, and as plain text"
     assert len(found.supervised) == 50
-
-
-@pytest.mark.parametrize("name", ["gemma4", "qwen3", "glm4moe", "deepseekv3"])
-@pytest.mark.parametrize("word", ["<think>so</think> that", "the content, name, id and type of a text function"])
-def test_samples_stay_short_where_every_text_holds_what_a_template_looks_for(name, word, monkeypatch):
-    renders = renders_noted(monkeypatch)
-    _edges_of_sample.cache_clear()
-    found = render(stock_template(name), long_talk(120, word))
-    assert renders.count(120) == 2
-    assert sorted(renders)[-3] < 10
-    assert len(found.supervised) == 60
-
-
-def test_calls_of_tools_in_a_row_make_no_longer_samples(monkeypatch):
-    asked = [{"role": "user", "content": "question"}]
-    for index in range(30):
-        call = {
-            "id": f"call{index}",
-            "type": "function",
-            "function": {"name": "f", "arguments": {"a": f"v{index}"}},
-        }
-        asked.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        asked.append({"role": "tool", "tool_call_id": f"call{index}", "content": f"result {index}"})
-    asked.append({"role": "assistant", "content": "answer"})
-    renders = renders_noted(monkeypatch)
-    found = render(stock_template("qwen3"), asked)
-    assert sorted(renders)[-3:] == [8, len(asked), len(asked)], "the first call and the answer are in each"
-    assert len(found.supervised) == 31
 
 
 def test_the_order_of_conversations_changes_nothing():
@@ -196,5 +150,62 @@ def test_the_order_of_conversations_changes_nothing():
     given = [shaped("qwen3", shape) for shape in SHAPES if not shape.startswith("tools")]
     template = stock_template("qwen3")
     straight = [outcome(template, one, None, ("assistant",)) for one in given]
-    _edges_of_sample.cache_clear()
+    located.learn.cache_clear()
     assert [outcome(template, one, None, ("assistant",)) for one in reversed(given)] == straight[::-1]
+
+
+TOLD = (
+    *(
+        "Yes.",
+        "42",
+        "the mill grinds",
+        " a blank before",
+        "and behind \n",
+        "é, ü and 水",
+        'a "quoted" word',
+        "user",
+    ),
+    *("<think>\nwhy\n</think>\n\nso", "<think>never closed", "a</think>b", "<|im_end|>", "[INST] in [/INST]"),
+)
+
+
+def any_talk(chosen: random.Random) -> tuple[list, list | None]:
+    """Return a conversation of some shape; most texts are new, some are what templates may stumble over."""
+
+    def text(kind: str) -> str:
+        told = chosen.choice(TOLD) if chosen.random() < 0.15 else ""
+        return f"{kind}{chosen.random()}{told}" if chosen.random() < 0.9 else told or kind
+
+    def answer(**more: object) -> dict:
+        thought = {chosen.choice(("reasoning_content", "thinking")): text("REASON")} if thinks else {}
+        flag = {"train": chosen.random() < 0.5} if chosen.random() < 0.05 else {}
+        return {"role": "assistant", "content": text("ANSWER"), **thought, **flag, **more}
+
+    thinks, has_tools = chosen.random() < 0.3, chosen.random() < 0.4
+    messages = [{"role": "system", "content": text("SYSTEM")}] if chosen.random() < 0.4 else []
+    for turn in range(chosen.randint(1, 6)):
+        messages.append({"role": "user", "content": text("USER")})
+        for number in range(chosen.randint(0, 2) if has_tools else 0):
+            name = f"call{turn}{number}"
+            arguments = {"town": text("ARG"), **({"days": 3} if chosen.random() < 0.3 else {})}
+            given = arguments if chosen.random() < 0.8 else json.dumps(arguments)
+            function = {"name": chosen.choice(("weather", "clock")), "arguments": given}
+            calls = [{"id": name, "type": "function", "function": function}]
+            messages.append(answer(tool_calls=calls, **({} if chosen.random() < 0.2 else {"content": ""})))
+            messages.append(
+                {"role": "tool", "name": function["name"], "tool_call_id": name, "content": text("RESULT")}
+            )
+        messages.append(answer())
+    return messages, TOOLS if has_tools else None
+
+
+@pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("name", swept(UNMARKED))
+def test_conversations_of_any_shape_give_what_renders_of_the_whole_show(name, count, the_long_way):
+    """[T1.a, T1.c]"""
+    template, chosen = stock_template(name), random.Random(name)
+    for _ in range(count):
+        messages, tools = any_talk(chosen)
+        found, wanted = (way(template, messages, tools, ("assistant",)) for way in (outcome, the_long_way))
+        # Samples show more: the end of an answer of reasoning alone, for example.
+        assert found == wanted or not isinstance(wanted, Rendered)
