@@ -32,7 +32,7 @@ from tokenmill.plan.stages import Stage
 from tokenmill.run.evals import Overlap, overlaps
 from tokenmill.run.history import read_history
 from tokenmill.run.run import Run
-from tokenmill.run.specs import EpochCount, stage_packing
+from tokenmill.run.specs import EpochCount, compile_run, stage_packing
 from tokenmill.store import Store
 from tokenmill.store.layout import token_keys
 from tokenmill.store.locate import locate
@@ -450,7 +450,7 @@ def _count_tokens(store: Store, documents: Int64Array) -> int:
 
 
 _MAX_EDITS = 16
-"""Quarantines that are checked for an effect, the latest ones: each takes a plan without it."""
+"""Quarantines that are checked for an effect, the latest ones: each takes a plan without it, over the same stores."""
 _MAX_DOCUMENTS = 1000
 """Documents of a quarantine that are looked for in the plan without it; one that is seen is enough."""
 
@@ -460,7 +460,7 @@ def _idle_quarantines(run: Run) -> Iterator[str]:
     for edit in sorted(run.config.quarantine, key=lambda edit: edit.from_step)[-_MAX_EDITS:]:
         others = tuple(other for other in run.config.quarantine if other is not edit)
         try:
-            plan = replace(run, config=replace(run.config, quarantine=others)).plan()
+            plan = compile_run(replace(run.config, quarantine=others), run.sources)
         except ConfigError:
             continue  # the run cannot be compiled without this quarantine
         if not _is_seen(plan, run, edit):
