@@ -11,7 +11,7 @@ import pytest
 
 from tokenmill.config.run import to_toml
 from tokenmill.errors import ResumeError
-from tokenmill.run.history import Edit, read_history
+from tokenmill.run.history import Edit, read_history, read_plan
 from tokenmill.run.run import Run
 from tokenmill.tables import as_json
 
@@ -49,6 +49,21 @@ def load(folder):
 
 def digits(loader):
     return loader.plan.fingerprint[:16]
+
+
+def test_a_record_describes_shared_rows_once_and_older_records_read_the_same(load, folder):
+    plan = load(BASE).plan
+    number = plan.fingerprint[:16]
+    file = folder / ".tokenmill" / "plans" / f"{number}.json"
+    written, record = json.loads(file.read_text()), read_plan(folder, number)
+    assert [stage["sources"] for stage in written["stages"]] == [{"books": 0, "web": 1}] * 2
+    assert [stage["sources"] for stage in record.stages] == [
+        {name: dict(stage.rows[name].description) for name in ("web", "books")} for stage in plan.stages
+    ]
+    file.write_text(json.dumps({**written, "rows": [], "stages": list(record.stages)}))
+    assert read_plan(folder, number) == record
+    file.write_text(json.dumps(written | {"rows": []}))
+    assert read_plan(folder, number) is None
 
 
 def test_runs_made_in_python_record_plans_only_in_a_folder_that_was_passed(folder, monkeypatch):
@@ -145,7 +160,7 @@ def test_an_old_record_without_a_config_is_read_and_completed(load, folder):
     first = load(BASE)
     file = folder / ".tokenmill" / "plans" / f"{digits(first)}.json"
     record = json.loads(file.read_text())
-    assert list(record) == ["version", "contract", "stages", "config"]
+    assert list(record) == ["version", "contract", "rows", "stages", "config"]
     assert record.pop("config")["run"]["seed"] == 3
     file.write_text(json.dumps(record))
     load(BASE | SKIP)

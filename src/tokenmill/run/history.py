@@ -388,8 +388,54 @@ def read_plan(folder: Path, number: str) -> PlanRecord | None:
     """Return what is on record of a plan; None if there is nothing."""
     with suppress(OSError, ConfigError):
         file = _plan_file(folder, number)
-        return read_json(PlanRecord, file.read_bytes(), str(file))
+        return _unpacked(read_json(_PlanFile, file.read_bytes(), str(file)))
     return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _PlanFile:
+    """A `PlanRecord` as a file has it: rows that many stages share are described once."""
+
+    version: int = 0
+    contract: Mapping[str, str] = field(default_factory=dict)
+    rows: tuple[Mapping[str, Any], ...] = ()
+    """Descriptions of rows. `sources` of a stage map a name to an index in this list."""
+    stages: tuple[Mapping[str, Any], ...]
+    """Stages. Those of an older release have the descriptions themselves."""
+    config: Tables = field(default_factory=dict)
+
+
+def _packed(plan: PlanRecord) -> _PlanFile:
+    rows: dict[bytes, int] = {}
+    descriptions: list[Mapping[str, Any]] = []
+    stages = []
+    for stage in plan.stages:
+        sources = {}
+        for name, described in stage["sources"].items():
+            number = rows.setdefault(canonical(described), len(rows))
+            if number == len(descriptions):
+                descriptions.append(described)
+            sources[name] = number
+        stages.append({**stage, "sources": sources})
+    return _PlanFile(
+        version=plan.version,
+        contract=plan.contract,
+        rows=tuple(descriptions),
+        stages=tuple(stages),
+        config=plan.config,
+    )
+
+
+def _unpacked(file: _PlanFile) -> PlanRecord:
+    stages = []
+    for stage in file.stages:
+        sources = stage.get("sources", {})
+        try:
+            sources = {name: file.rows[rows] if isinstance(rows, int) else rows for name, rows in sources.items()}
+        except IndexError:
+            raise ConfigError("plan: a stage names rows that the record does not describe; remove it") from None
+        stages.append({**stage, "sources": sources} if sources else stage)
+    return PlanRecord(version=file.version, contract=file.contract, stages=tuple(stages), config=file.config)
 
 
 def _keep(folder: Path, number: str, plan: PlanRecord) -> None:
@@ -401,7 +447,7 @@ def _keep(folder: Path, number: str, plan: PlanRecord) -> None:
         return
     file = _plan_file(folder, number)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, msgspec.json.format(msgspec.json.encode(plan), indent=2))
+    write_atomically(file, msgspec.json.encode(_packed(plan)))
 
 
 def _append(file: Path, edit: Edit) -> None:

@@ -450,7 +450,7 @@ def _count_tokens(store: Store, documents: Int64Array) -> int:
 
 
 _MAX_EDITS = 16
-"""Quarantines that are checked for an effect, the latest ones: each takes a plan without it, over the same stores."""
+"""Latest quarantines that are checked for an effect. Each check compiles a plan over the open stores."""
 _MAX_DOCUMENTS = 1000
 """Documents of a quarantine that are looked for in the plan without it; one that is seen is enough."""
 
