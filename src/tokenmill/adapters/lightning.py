@@ -158,7 +158,7 @@ def _begin(trainer: lightning.Trainer, loader: Loader) -> int:
 
 def _check_trainer(trainer: lightning.Trainer, loader: Loader) -> None:
     """Reject a Trainer whose steps differ from those of the run, or that would continue after its end."""
-    stages = [stage for stage in loader.plan.stages if stage.spec.skipped is None]
+    stages = loader.plan.trained_stages
     sizes, steps = {loader.part.batches(stage) for stage in stages}, sum(stage.num_steps for stage in stages)
     if trainer.lightning_module.automatic_optimization and sizes != {trainer.accumulate_grad_batches}:
         wanted = " and ".join(map(str, sorted(sizes)))

@@ -134,8 +134,8 @@ def _check_length(plan: Plan, seq_len: int) -> None:
 def _check_batch(loader: Loader, in_trainer: int) -> None:
     """Reject stages whose steps have more or fewer micro-batches than those of the trainer."""
     part = loader.part
-    for stage in loader.plan.stages:
-        if stage.spec.skipped is None and part.batches(stage) != in_trainer:
+    for stage in loader.plan.trained_stages:
+        if part.batches(stage) != in_trainer:
             wanted = in_trainer * part.micro_batch * part.world_size
             raise ConfigError(
                 f"stage {stage.spec.name!r}: global_batch_size must be that of the trainer, {wanted}, got "

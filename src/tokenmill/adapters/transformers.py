@@ -410,7 +410,7 @@ def _settle(args: TrainingArguments, data: TrainData) -> TrainingArguments:
 
 def _batches_per_step(loader: Loader) -> int:
     """Return the number of micro-batches per step; a Trainer takes the same number in all steps."""
-    sizes = {loader.part.batches(stage): stage.spec for stage in loader.plan.stages if stage.spec.skipped is None}
+    sizes = {loader.part.batches(stage): stage.spec for stage in loader.plan.trained_stages}
     if len(sizes) > 1:
         stages = " and ".join(f"{spec.global_batch_size} in stage {spec.name!r}" for spec in sizes.values())
         raise ConfigError(

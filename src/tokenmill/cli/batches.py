@@ -92,7 +92,7 @@ def _draw(loaders: list[Loader], last: int, digest: bool, state: Path | None, *,
     streams = [iter(loader) for loader in loaders]
     for step in range(loaders[0].step, last):
         stage = plan.stage(step)
-        if stage.spec.skipped is not None:
+        if not stage.is_trained:
             continue
         rows: list[bytes] = []
         tokens = trained = 0

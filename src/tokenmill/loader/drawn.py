@@ -394,10 +394,8 @@ class DrawnSources:
                 f"state: must have the lanes of live text, which is drawn before step {position.covered}, got "
                 f"none; {EDITED}"
             )
-        at = position.step
-        while at and self._plan.stage(at - 1).spec.skipped is not None:
-            at = self._plan.stage(at - 1).spec.start_step
-        return LiveState(at=at, batch=position.batch)
+        last = self._plan.last_trained(position.step)
+        return LiveState(at=0 if last is None else last + 1, batch=position.batch)
 
     def _stand(
         self,

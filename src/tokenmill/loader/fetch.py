@@ -167,8 +167,8 @@ def next_uses(
     """
     begins, ends = values
     first_uses = np.full(begins.size, LAST_STEP, np.int64)
-    for stage in plan.stages:
-        if stage.end_step <= after + 1 or stage.spec.skipped is not None:
+    for stage in plan.trained_stages:
+        if stage.end_step <= after + 1:
             continue
         unused = np.flatnonzero(first_uses == LAST_STEP)
         if not unused.size:

@@ -589,7 +589,7 @@ class Loader:
 
     def _num_batches(self, stage: Stage) -> int:
         """Return how many micro-batches the steps of a stage have; those that are skipped have none."""
-        return 0 if stage.spec.skipped is not None else stage.num_steps * self.part.batches(stage)
+        return stage.num_steps * self.part.batches(stage) * stage.is_trained
 
     def _block_rows(self, stage: Stage) -> int:
         """Return how many rows a block of a stage has: fewer where rows are long or shards too many to be held."""

@@ -27,7 +27,7 @@ def announce_stage(plan: Plan, before: int, after: int) -> None:
         return
     old, new = plan.stage(before).spec, plan.stage(after).spec
     for stage in plan.stages:
-        if stage.spec.skipped is not None and before < stage.spec.start_step <= after:
+        if not stage.is_trained and before < stage.spec.start_step <= after:
             logger.info(
                 "steps %s:%s skipped: %s",
                 f"{stage.spec.start_step:,}",
@@ -44,7 +44,7 @@ def _stage_lines(plan: Plan) -> Iterator[str]:
     for number, parts in groupby(plan.stages, key=lambda stage: stage.spec.number):
         stages = list(parts)
         first, last = stages[0], stages[-1]
-        rows = sum(stage.num_positions for stage in stages if stage.spec.skipped is None)
+        rows = sum(stage.num_positions for stage in stages if stage.is_trained)
         tokens = rows * last.row_slots
         yield (
             f"stage {number} {first.spec.name!r}: steps {first.spec.start_step:,}:{last.end_step:,}, "

@@ -8,7 +8,6 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from tokenmill.loader.layout import Layout, RankSlice
-from tokenmill.plan.plan import Plan
 from tokenmill.plan.seen import total
 
 if TYPE_CHECKING:
@@ -101,17 +100,9 @@ def global_digest(loader: Loader, step: int) -> str | None:
     from tokenmill.loader.digests import batch_digest, row_digests
     from tokenmill.loader.loader import Loader, usual_arrays
 
-    last = last_trained(loader.plan, step)
+    last = loader.plan.last_trained(step)
     if last is None or loader.lanes:
         return None
     options = replace(loader.options, arrays=usual_arrays(loader.plan), threads=0, columns=(), pad_to="row")
     whole = Loader(loader.plan, RankSlice(layout=Layout(), micro_batch=1), options)
     return batch_digest(row_digests(whole[last]))
-
-
-def last_trained(plan: Plan, step: int) -> int | None:
-    """Return the last step before `step` that is not skipped, if there is one."""
-    step -= 1
-    while step >= 0 and plan.stage(step).spec.skipped is not None:
-        step = plan.stage(step).spec.start_step - 1
-    return step if step >= 0 else None

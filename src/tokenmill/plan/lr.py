@@ -75,20 +75,18 @@ class TokenSchedule:
 
     def nth(self, number: int) -> float:
         """Return the factor of the n-th step that is trained on, from 0: as optimizers count, which skip none."""
-        for stage in self.plan.stages:
-            if stage.spec.skipped is None:
-                if number < stage.num_steps:
-                    return self(stage.spec.start_step + number)
-                number -= stage.num_steps
+        for stage in self.plan.trained_stages:
+            if number < stage.num_steps:
+                return self(stage.spec.start_step + number)
+            number -= stage.num_steps
         return self(self.plan.steps - 1)
 
     def table(self) -> Float64Array:
         """Return the factors of all steps that are trained on, for frameworks that look them up."""
         factors: list[float] = []
         end = self._end
-        for stage, before in zip(self.plan.stages, self.plan.slots_before_stages[0], strict=False):
-            if stage.spec.skipped is None:
-                slots, scale = stage.step_slots, stage.spec.lr_scale
-                edges = pairwise(before + step * slots for step in range(stage.num_steps + 1))
-                factors += [self._factor(*edge, end) * scale for edge in edges]
+        for stage in self.plan.trained_stages:
+            before, scale = self.plan.slots_before_stages[0][stage.index], stage.spec.lr_scale
+            edges = pairwise(before + step * stage.step_slots for step in range(stage.num_steps + 1))
+            factors += [self._factor(*edge, end) * scale for edge in edges]
         return np.array(factors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -177,7 +177,7 @@ class Plan:
         stage = self.stages[max(0, bisect_left(self.starts, step) - 1)]
         everything, trained = self.slots_before_stages
         before = (everything if skipped else trained)[stage.index]
-        if not skipped and stage.spec.skipped is not None:
+        if not skipped and not stage.is_trained:
             return before
         return before + (min(step, stage.end_step) - stage.spec.start_step) * stage.step_slots
 
@@ -185,7 +185,7 @@ class Plan:
     def slots_before_stages(self) -> tuple[list[int], list[int]]:
         """Input slots before each part of a stage: of all steps, and of the steps that are trained on."""
         slots = [stage.num_steps * stage.step_slots for stage in self.stages]
-        trained = [number * (stage.spec.skipped is None) for number, stage in zip(slots, self.stages, strict=True)]
+        trained = [number * stage.is_trained for number, stage in zip(slots, self.stages, strict=True)]
         return list(accumulate(slots, initial=0)), list(accumulate(trained, initial=0))
 
     def span(self, number: int) -> tuple[int, int]:
@@ -242,7 +242,7 @@ class Plan:
         """Return the stage, or the part of one, of a step; refuse a step that is skipped."""
         step = as_step(step)
         stage = self.stage(step)
-        if stage.spec.skipped is not None:
+        if not stage.is_trained:
             raise PlanError(
                 f"step: must be one that is trained on, got {step}, which the run skips "
                 f"({stage.spec.skipped or 'no reason given'}); the next one is {self.next_trained(step)}"
@@ -252,9 +252,20 @@ class Plan:
     def next_trained(self, step: int) -> int:
         """Return the first step from `step` on that is not skipped; the number of steps, if there is none."""
         step = as_step(step)
-        while step < self.steps and self.stage(step).spec.skipped is not None:
-            step = self.stage(step).end_step
-        return step
+        index = bisect_right(self.trained_stages, step, key=lambda stage: stage.end_step)
+        if index == len(self.trained_stages):
+            return self.steps
+        return max(step, self.trained_stages[index].spec.start_step)
+
+    def last_trained(self, step: int) -> int | None:
+        """Return the last step before `step` that is not skipped; None if there is none."""
+        index = bisect_left(self.trained_stages, step, key=lambda stage: stage.spec.start_step) - 1
+        return min(step, self.trained_stages[index].end_step) - 1 if index >= 0 else None
+
+    @cached_property
+    def trained_stages(self) -> tuple[Stage, ...]:
+        """Parts of stages whose steps are trained on, in order."""
+        return tuple(stage for stage in self.stages if stage.is_trained)
 
     def when(self, source: str, document: int) -> tuple[RowUse, ...]:
         """Return every step and slot of the run that uses a document, with the spans of that document alone.
@@ -293,7 +304,7 @@ class Plan:
         """
         if source not in self.sources:
             raise PlanError(f"unknown source: {source!r}; {nearest(source, self.sources)}")
-        return find_uses(self.stages, source, documents, starts, ends)
+        return find_uses(self.trained_stages, source, documents, starts, ends)
 
     def describe(self, step: int | None = None) -> dict[str, Any]:
         """Return what decides the batches before `step` (default: all of them), as JSON."""

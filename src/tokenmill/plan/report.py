@@ -226,8 +226,7 @@ def _changes(plan: Plan, parts: Sequence[Stage]) -> Iterator[StageChange]:
 
 def _split(parts: Sequence[Stage]) -> tuple[list[Stage], list[Stage]]:
     """Return the parts that are trained on, and those that are skipped."""
-    trained = [part for part in parts if part.spec.skipped is None]
-    return trained, [part for part in parts if part.spec.skipped is not None]
+    return [part for part in parts if part.is_trained], [part for part in parts if not part.is_trained]
 
 
 # What a stage draws from a source

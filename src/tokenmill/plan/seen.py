@@ -102,7 +102,7 @@ class SourceCounts:
         edge, stage = self._edges[part], self._stages[part]
         drawn = stage.drawn(step)
         read = {name: float(stage.epochs(name, number)) for name, number in drawn.items() if name not in self._live}
-        if stage.spec.skipped is not None:
+        if not stage.is_trained:
             return _Edge(rows=edge.rows, slots=edge.slots, epochs={**edge.epochs, **read})
         rows = {name: edge.rows.get(name, 0) + number for name, number in drawn.items()}
         slots = {name: edge.slots.get(name, 0) + number * stage.row_slots for name, number in drawn.items()}
@@ -120,7 +120,7 @@ class SourceCounts:
             first, last = max(stage.spec.start_step, begin), min(stage.end_step, step)
             if first == stage.spec.start_step:
                 self._held[number] = held
-            if stage.spec.skipped is None and first < last:
+            if stage.is_trained and first < last:
                 drawn, drawn_after = stage.drawn(first), stage.drawn(last)
                 more = {
                     name: held_rows(stage, name, range(drawn[name], drawn_after[name]))[0]

@@ -169,6 +169,11 @@ class Stage:
     """Sources that start again with other rows, in the middle of an epoch."""
 
     @property
+    def is_trained(self) -> bool:
+        """Whether its steps are trained on; the rows of skipped steps count as read."""
+        return self.spec.skipped is None
+
+    @property
     def num_steps(self) -> int:
         """How many steps the stage has."""
         return self.end_step - self.spec.start_step

@@ -89,12 +89,12 @@ def find_uses(
     starts: Int64Array | None = None,
     ends: Int64Array | None = None,
 ) -> DocumentUses:
-    """Return every use of token ranges of documents in the trained steps of some stages."""
+    """Return every use of token ranges of documents in some stages."""
     queries = _sort_queries(documents, starts, ends)
     parts: list[tuple[Int64Array, ...]] = [(np.empty(0, np.int64),) * 7]
     index, entries = None, None
     for stage in stages:
-        if source not in stage.names or stage.spec.skipped is not None:
+        if source not in stage.names:
             continue
         if index is not stage.rows[source] or entries is None:
             index = stage.rows[source]

@@ -194,7 +194,7 @@ def _step_digests(run: Run, first: int, end: int, progress: Progress | None) -> 
         for step in range(first, end):
             stage = plan.stage(step)
             rows: dict[str, list[bytes]] = defaultdict(list)
-            if stage.spec.skipped is None:
+            if stage.is_trained:
                 sources = plan.rows(step)[0][loader.slots(step)].tolist()
                 digests = (
                     each for batch in islice(stream, loader.part.batches(stage)) for each in row_digests(batch)

@@ -141,7 +141,7 @@ def _runs(old: Plan, new: Plan, start: int) -> Iterator[_Steps]:
     cuts = {start, *(stage.spec.start_step for plan in (old, new) for stage in plan.stages), old.steps, new.steps}
     for first, end in pairwise(sorted(cut for cut in cuts if cut >= start)):
         stages = [plan.stage(first) if first < plan.steps else None for plan in (old, new)]
-        drawn = [stage if stage and stage.spec.skipped is None else None for stage in stages]
+        drawn = [stage if stage and stage.is_trained else None for stage in stages]
         yield _Steps(first=first, end=end, old=drawn[0], new=drawn[1])
 
 

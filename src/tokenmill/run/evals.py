@@ -413,7 +413,7 @@ class Overlap:
 def overlaps(run: Run) -> dict[str, tuple[Overlap, ...]]:
     """Return, for each eval of a run, what it has in common with each source that is trained on."""
     plan = run.plan()
-    drawn = {name for stage in plan.stages if stage.spec.skipped is None for name in stage.names}
+    drawn = {name for stage in plan.trained_stages for name in stage.names}
     names = [name for name in run.config.source_names if name in drawn]
     evals = {name: [_Documents.of(part) for part in item.parts] for name, item in run.evals.items()}
     trained = [_trained(run, name, evals) for name in names]
@@ -486,7 +486,7 @@ def _trained(run: Run, name: str, evals: Mapping[str, Sequence[_Documents]]) -> 
     if store is None:
         unknown = f"{name!r} is live text, of which documents have no hashes; prepare it"
         return _Trained(name=name, store=None, rows=(), matches=None, unknown=unknown)
-    stages = [stage for stage in run.plan().stages if name in stage.names and stage.spec.skipped is None]
+    stages = [stage for stage in run.plan().trained_stages if name in stage.names]
     rows = {id(rows): rows for rows in (stored_rows(stage)[name] for stage in stages)}
     trained = _Trained(name=name, store=store, rows=tuple(rows.values()), matches=None, unknown=None)
     matches = _find(trained, store, evals)

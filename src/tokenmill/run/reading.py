@@ -152,9 +152,7 @@ def report_reading(
         horizon=run.config.remote.horizon_bytes,
     )
     readings: dict[tuple[str, str, str], Reading] = {}
-    for stage in run.plan().stages:
-        if stage.spec.skipped is not None:
-            continue
+    for stage in run.plan().trained_stages:
         for name, rows in stored_rows(stage).items():
             if not stage.draws[name]:
                 continue

@@ -252,10 +252,10 @@ def _imbalance(run: Run) -> Iterator[Imbalance]:
     if price is None:
         return
     price = ATTENTION if isinstance(price, str) else price
-    for _, parts in groupby(run.plan().stages, key=lambda part: part.spec.number):
-        part = max(parts, key=lambda part: part.num_steps * (part.spec.skipped is None))
+    for _, parts in groupby(run.plan().trained_stages, key=lambda part: part.spec.number):
+        part = max(parts, key=lambda part: part.num_steps)
         batch, seq_len = part.spec.global_batch_size, part.spec.seq_len
-        if part.spec.skipped is not None or not all(rows.has_epochs for rows in part.rows.values()):
+        if not all(rows.has_epochs for rows in part.rows.values()):
             continue
         steps = np.unique(np.linspace(part.spec.start_step, part.end_step - 1, _SOME_STEPS).astype(int))
         squares = np.stack([step_costs(run.plan(), step) for step in steps.tolist()])
@@ -473,7 +473,7 @@ def _idle_quarantines(run: Run) -> Iterator[str]:
 
 def _is_seen(plan: Plan, run: Run, edit: QuarantineConfig) -> bool:
     """Return whether a plan trains on what an edit would quarantine, from its step on."""
-    late = [part for part in plan.stages if part.end_step > edit.from_step and part.spec.skipped is None]
+    late = [part for part in plan.trained_stages if part.end_step > edit.from_step]
     if edit.whole:
         drawing = [part for part in late if part.draws.get(edit.source)]
         return any(step_of(part, edit.source, part.draws[edit.source] - 1) >= edit.from_step for part in drawing)
