@@ -30,8 +30,9 @@ def lines_of(texts, field="text"):
 
 def read(path, chunk_bytes=16 << 20, *, format=None, **options):
     """All batches of all units of what a path stands for."""
-    units = cut_files(find_files(path, format=format).files, chunk_bytes=chunk_bytes)
-    return [batch for unit in units for batch in read_unit(unit, ReadOptions(**options))]
+    reading = ReadOptions(**options)
+    units = cut_files(find_files(path, format=format).files, chunk_bytes=chunk_bytes, text_unit=reading.text_unit)
+    return [batch for unit in units for batch in read_unit(unit, reading)]
 
 
 def texts_of(batches):

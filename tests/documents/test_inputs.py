@@ -75,6 +75,26 @@ def test_glob_reaches_below_with_two_stars(corpus):
     assert names(str(corpus / "**" / "*.zst")) == ["p2.jsonl.zst"]
 
 
+def test_glob_skips_the_markers_that_its_folder_skips(tmp_path):
+    folder = tmp_path / "spark_out"
+    folder.mkdir()
+    for name in ("_SUCCESS", "done", ".part-0.crc", ".hidden.jsonl"):
+        (folder / name).touch()
+    for name in ("_metadata", "part-0.jsonl", "part-1.jsonl"):
+        (folder / name).write_text('{"text": "a"}\n')
+    assert names(str(folder / "*")) == names(folder) == ["part-0.jsonl", "part-1.jsonl"]
+    assert sorted(find_files(str(folder / "*")).passed_over) == [
+        str(folder / name) for name in ("_SUCCESS", "_metadata", "done")
+    ]
+
+
+def test_glob_that_matches_data_of_an_unknown_kind_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "b.rows").write_text("data")
+    with pytest.raises(DocumentError, match=r"b\.rows: must end in"):
+        find_files(str(tmp_path / "*"))
+
+
 def test_file_whose_name_looks_like_a_glob_is_itself(tmp_path):
     (tmp_path / "a[1].jsonl").touch()
     assert names(tmp_path / "a[1].jsonl") == ["a[1].jsonl"]

@@ -2,15 +2,15 @@
 
 import json
 import tracemalloc
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.documents.corpora import COMPRESS, TEXTS, bad_of, num_lines_of, read, reasons_of, records_of, texts_of
 
-from tokenmill.documents import ReadOptions, cut_files, find_files, read_unit
-from tokenmill.documents.json_file import Scanner, are_lines
+from tokenmill.documents import ReadOptions, cut_files, find_files, json_file, read_unit
+from tokenmill.documents.json_file import are_lines
+from tokenmill.errors import DocumentError
 
 OBJECTS = [{"text": text, "n": [{"deep": ["]", "}", '"', "\\"]}]} for text in TEXTS]
 LAYOUTS = {
@@ -67,50 +67,99 @@ def test_file_of_nothing_has_no_records(tmp_path, text):
 @pytest.mark.parametrize(
     ("text", "texts", "reasons"),
     [
-        ('[{"text": "a"}, {"text": "b"', ["a"], [(1, "json")]),
-        ('[{"text": "a"},', ["a"], [(1, "json")]),
-        ('[{"text": "a"}, {"text": "b]', ["a"], [(1, "json")]),
-        ('[{"text": "a"}, {"text": "b\\', ["a"], [(1, "json")]),
-        ('[{"text": "a"}] x', ["a"], [(1, "json")]),
-        ('[{"text": "a"}, broken, {"text": "b"}]', ["a", "b"], [(1, "json")]),
-        ('[{"text": "a"} {"text": "b"}, {"text": "c"}]', ["c"], [(0, "json")]),
-        ('{"text": "a"} x {"text": "b"}', ["a", "b"], [(1, "json")]),
         ('{"text": "a"}, {"text": "b"}', ["a", "b"], []),
-        ('{"text": "a"}{"text": "b"', ["a"], [(1, "json")]),
         ('{"text": "a"}\n{"text": "b"}\n{"text": "c\n{"text": "d"}\n', ["a", "b", "d"], [(2, "json")]),
         ('"text"', ["text"], []),
-        ("hello", [], [(0, "json")]),
-        ("]}", [], [(0, "json")]),
-        ("[" * 100_000, [], [(0, "json")]),
-        ("[" + "[" * 100_000 + "]" * 100_000 + ', "a"]', ["a"], [(0, "json")]),
-        ('{"a":' * 100_000, [], [(0, "json")]),
         ('[{"text": "\\ud800"}, {"text": "a", "n": NaN}]', ["a"], [(0, "surrogate")]),
+        ('[{"text": "a"}, {"text": [1]}, {"text": "b"}]', ["a", "b"], [(1, "not_text")]),
     ],
     ids=lambda value: repr(value)[:40],
 )
 @pytest.mark.parametrize("batch_bytes", [1, 7, 1 << 20])
-def test_what_is_broken_is_told_and_the_rest_is_read(tmp_path, text, texts, reasons, batch_bytes):
+def test_bad_records_are_counted_and_the_rest_is_read(tmp_path, text, texts, reasons, batch_bytes):
     path = tmp_path / "a.json"
     path.write_text(text)
     batches = read(path, batch_bytes=batch_bytes)
     assert (texts_of(batches), reasons_of(batches)) == (texts, reasons)
 
 
+@pytest.mark.parametrize(
+    ("text", "texts"),
+    [
+        ('[{"text": "a"}, {"text": "b"', ["a"]),
+        ('[{"text": "a"},', ["a"]),
+        ('[{"text": "a"}', ["a"]),
+        ('[{"text": "a"}, {"text": "b]', ["a"]),
+        ('[{"text": "a"}, {"text": "b\\', ["a"]),
+        ('[{"text": "a"}] x', ["a"]),
+        ('[{"text": "a"}, broken, {"text": "b"}]', ["a"]),
+        ('[{"text": "a"} {"text": "b"}, {"text": "c"}]', ["a"]),
+        ('{"text": "a"} x {"text": "b"}', ["a"]),
+        ('{"text": "a"}{"text": "b"', ["a"]),
+        ("hello", []),
+        ("]}", []),
+        ("[" * 100_000, []),
+        ('{"a":' * 100_000, []),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+@pytest.mark.parametrize("batch_bytes", [1, 1 << 20])
+def test_damage_ends_the_file_after_the_records_before_it(tmp_path, text, texts, batch_bytes):
+    path = tmp_path / "a.json"
+    path.write_text(text)
+    with pytest.raises(DocumentError, match=r"a\.json: not valid JSON: .*; fix the file, or convert it to JSONL"):
+        read(path, batch_bytes=batch_bytes)
+    batches = read(path, batch_bytes=batch_bytes, skip_broken=True)
+    assert (texts_of(batches), reasons_of(batches)) == (
+        texts,
+        [(len(texts), "broken")] if texts else [(0, "broken")],
+    )
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 1 << 20])
+def test_record_that_is_not_utf8_is_bad_by_itself(tmp_path, batch_bytes):
+    path = tmp_path / "a.json"
+    for start in (b'[{"text": "a"}, ', b'[{"text": "a", "n": NaN}, '):
+        path.write_bytes(start + b'{"text": "\xff"}, {"text": "b"}]')
+        batches = read(path, batch_bytes=batch_bytes)
+        assert (texts_of(batches), reasons_of(batches)) == (["a", "b"], [(1, "utf8")])
+
+
 VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=10), st.sampled_from(['"', "\\", "[]{},"])),
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.text(max_size=10),
+        st.sampled_from([*'"\\', "[]{},", float("inf")]),
+    ),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
     max_leaves=8,
 )
 
 
-@given(values=st.lists(VALUES, max_size=6), indent=st.sampled_from([None, 1]), cuts=st.lists(st.integers(0, 400)))
-def test_records_do_not_depend_on_where_blocks_end(values, indent, cuts):
-    data = json.dumps(values, indent=indent).encode()
-    edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
-    scanner = Scanner(1 << 20)
-    found = [raw for begin, end in pairwise(edges) for raw in scanner.feed(data[begin:end])]
-    assert [json.loads(raw) for raw in found] == values
-    assert scanner.finish() == []
+@given(
+    values=st.lists(st.dictionaries(st.text(max_size=4), VALUES, max_size=3), max_size=6),
+    indent=st.sampled_from([None, 1]),
+    is_list=st.booleans(),
+    batch_bytes=st.sampled_from([1, 40, 1 << 20]),
+)
+def test_any_list_or_sequence_of_objects_gives_its_objects(tmp_path_factory, values, indent, is_list, batch_bytes):
+    path = tmp_path_factory.mktemp("json") / "a.json"
+    texts = [json.dumps(value, indent=indent) for value in values]
+    path.write_text(f"[{', '.join(texts)}]" if is_list else "\n".join(texts))
+    assert records_of(read(path, text_field=None, batch_bytes=batch_bytes)) == values
+
+
+def test_a_list_above_the_limit_is_refused_and_lines_are_not(tmp_path, monkeypatch):
+    """[K1.a] A list is read whole, so it has a limit. JSON lines have none."""
+    monkeypatch.setattr(json_file, "MAX_BYTES", 1000)
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"text": "x" * 100}] * 10))
+    with pytest.raises(DocumentError, match=r"a\.json: .* larger than 1000 bytes.*convert it to JSONL"):
+        read(path)
+    path.write_text((json.dumps({"text": "x" * 100}) + "\n") * 10)
+    assert texts_of(read(path)) == ["x" * 100] * 10
 
 
 @pytest.mark.parametrize("batch_bytes", [10, 1 << 20])
@@ -124,25 +173,20 @@ def test_record_that_is_too_long_is_passed_over(tmp_path, batch_bytes):
     assert num_lines_of(batches) == 5
 
 
-def test_memory_is_bounded_by_the_record_not_by_the_file(tmp_path):
-    """Some 8 MB of records, and one of 24 MB that is too long [K1.a, S.e]."""
+def test_memory_of_a_list_is_its_size_and_a_batch(tmp_path):
+    """[S.e] Some 16 MB of records; parsed, they would take many times that."""
     path = tmp_path / "a.json"
-    many = b",".join([json.dumps({"text": "x" * 1000}).encode()] * 8_000)
-    path.write_bytes(b"[" + many + b',{"text": "' + b"y" * (24 << 20) + b'"},' + many[:1013] + b"]")
-    del many
+    path.write_text("[" + ",".join([json.dumps({"text": "x" * 200, "n": [1, 2, 3] * 20})] * 40_000) + "]")
+    size = path.stat().st_size
     tracemalloc.start()
     try:
-        documents = 0
-        bad = []
-        for unit in cut_files(find_files(path).files, chunk_bytes=1 << 20):
-            for batch in read_unit(unit, ReadOptions(max_record_bytes=1 << 20)):
-                documents += len(batch.documents)
-                bad += [record.reason for record in batch.bad]
+        units = cut_files(find_files(path).files, chunk_bytes=1 << 20)
+        documents = sum(len(batch.documents) for unit in units for batch in read_unit(unit, ReadOptions()))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert (documents, bad) == (8_001, ["too_long"])
-    assert peak < 10 << 20
+    assert documents == 40_000
+    assert peak < 2 * size + (16 << 20)
 
 
 @pytest.mark.parametrize(

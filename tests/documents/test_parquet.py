@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.documents.corpora import bad_of, num_lines_of, read, reasons_of, texts_of
 
-from tokenmill.documents import units
+from tokenmill.documents import columns, cut_files, find_files, sample_texts, streams
 from tokenmill.errors import DocumentError
 
 LAYOUTS = st.fixed_dictionaries(
@@ -199,7 +199,37 @@ def test_a_small_file_cannot_hold_without_end(tmp_path, monkeypatch):
     path = tmp_path / "bomb.parquet"
     pq.write_table(pa.table({"text": pa.array(["x" * 1000] * 100_000)}), path, compression="zstd")
     assert path.stat().st_size < 20_000
-    monkeypatch.setattr(units, "_CAP_BYTES", 1 << 20)
+    monkeypatch.setattr(streams, "_CAP_BYTES", 1 << 20)
     with pytest.raises(DocumentError, match=r"bomb\.parquet: must hold at most 1048576 bytes.*raise max_expansion"):
         read(path, max_expansion=2)
     assert len(texts_of(read(path, max_expansion=10**6))) == 100_000
+
+
+def test_each_file_is_opened_once_to_be_cut_however_often(tmp_path, monkeypatch):
+    """A build takes a sample, which cuts all files to find its places, and cuts them again for its units."""
+    opened = []
+    open_parquet = columns._open_parquet
+
+    def counted(file):
+        opened.append(file.name)
+        return open_parquet(file)
+
+    monkeypatch.setattr(columns, "_open_parquet", counted)
+    for number in range(9):
+        write(tmp_path / f"{number}.parquet", ["a", "b", "c"], row_group_size=1)
+    files = find_files(tmp_path).files
+    assert len(list(cut_files(files, chunk_bytes=1 << 20))) == 1
+    assert opened == [file.name for file in files]
+    opened.clear()
+    assert len(list(cut_files(files, chunk_bytes=1))) == 27
+    assert opened == []
+    assert sample_texts(files, "text") == ["a", "b", "c"] * 9
+    assert opened == [file.name for file in files]
+
+
+def test_a_file_that_is_replaced_is_cut_again(tmp_path):
+    path = write(tmp_path / "a.parquet", ["ab"] * 4, row_group_size=2)
+    for row_group_size in (2, 1, 4):
+        write(tmp_path / "other", ["ab"] * 4, row_group_size=row_group_size).replace(path)
+        cut = list(cut_files(find_files(path).files, chunk_bytes=1))
+        assert len(cut) == 4 // row_group_size

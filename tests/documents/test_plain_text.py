@@ -63,6 +63,21 @@ def test_bad_lines_do_not_hide_the_good_ones(write, batch_bytes):
     assert [line for batch in batches for line in batch.lines] == [0, 4]
 
 
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 100, 1 << 20])
+def test_lines_of_an_uncompressed_file_are_cut_into_units_like_json_lines(tmp_path, chunk_bytes):
+    lines = [f"line {number} ä" for number in range(200)]
+    path = tmp_path / "a.txt"
+    path.write_text("\n".join(lines))
+    files = find_files(path).files
+    size = path.stat().st_size
+    cut = list(cut_files(files, chunk_bytes=chunk_bytes, text_unit="line"))
+    assert len(cut) == -(-size // chunk_bytes)
+    assert sum(unit.bytes for unit in cut) == size
+    options = ReadOptions(text_unit="line")
+    assert texts_of(batch for unit in cut for batch in read_unit(unit, options)) == lines
+    assert len(list(cut_files(files, chunk_bytes=chunk_bytes))) == 1
+
+
 def test_file_that_shrinks_is_an_error_and_what_is_added_is_not_read(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("twelve bytes")

@@ -10,7 +10,7 @@ import zstandard
 from tests.documents.corpora import CONTENTS, TEXTS, lines_of, read, texts_of
 
 from tokenmill.documents import file_digest, find_files
-from tokenmill.documents.units import decompressed
+from tokenmill.documents.streams import decompressed
 from tokenmill.errors import DocumentError
 
 KIB = 1 << 10
@@ -58,7 +58,7 @@ def test_digest_tells_a_change_of_size(tmp_path, size):
 def test_missing_file_is_an_error_with_the_way_out(big):
     (listed,) = find_files(big).files
     big.unlink()
-    with pytest.raises(DocumentError, match=r"a\.jsonl: must be readable, got No such file.*; fix the path"):
+    with pytest.raises(DocumentError, match=r"a\.jsonl: cannot be read: No such file.*; fix the path"):
         file_digest(listed)
 
 

@@ -14,7 +14,7 @@ from tokenmill.build.inputs import TakenFiles, entry_digest
 from tokenmill.build.job import PrepareOptions, settle_recipe
 from tokenmill.build.journal import Journal
 from tokenmill.documents import file_digest, find_files
-from tokenmill.documents.inputs import PREFIX, parse
+from tokenmill.documents.hugging_face import PREFIX, parse
 from tokenmill.encode.chat.template import load_template
 from tokenmill.encode.engines import open_tokenizer
 from tokenmill.encode.files import copy_of

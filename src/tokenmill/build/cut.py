@@ -46,7 +46,10 @@ class CutInput:
 def cut_build(build: Build, opened: OpenJob) -> CutInput:
     """Cut the new files of a build into units."""
     chosen = opened.chosen
-    units = list(cut_files(build.files, chunk_bytes=build.chunk_bytes, skip_broken=not opened.stop))
+    text_unit = opened.reading.text_unit
+    units = list(
+        cut_files(build.files, chunk_bytes=build.chunk_bytes, skip_broken=not opened.stop, text_unit=text_unit)
+    )
     build_digest = digest([__version__, dict(build.identity)])
     needs_scan = chosen.deduplicate or chosen.max_items is not None
     return CutInput(

@@ -20,7 +20,8 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, TypeAlias, cast
 
 from tokenmill.documents import InputFile
-from tokenmill.documents.inputs import PREFIX, suffix_of
+from tokenmill.documents.hugging_face import PREFIX
+from tokenmill.documents.inputs import suffix_of
 from tokenmill.errors import ConfigError, DocumentError
 from tokenmill.store.files import make_folder
 from tokenmill.store.lease import has_ended, this_process

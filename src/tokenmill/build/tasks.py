@@ -25,7 +25,7 @@ from tokenmill.build.notes import WorkerNotes, clear_failure, note_failure
 from tokenmill.build.select import is_whole_scan
 from tokenmill.build.unit import scan_unit, write_unit
 from tokenmill.documents import Unit, content_digest
-from tokenmill.documents.units import is_changed
+from tokenmill.documents.streams import is_changed
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, TokenmillError
 from tokenmill.store.files import make_folder, write_atomically, write_parts_atomically
 from tokenmill.types import Uint8Array

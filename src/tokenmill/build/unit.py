@@ -103,7 +103,7 @@ def _write_segments(
             notes.write(min(batch.position, unit.bytes), *_sums(finished, segment))
             tick()
             text_size += batch.size
-            if text_size >= SEGMENT_BYTES and _is_one_piece(unit, batch):
+            if text_size >= SEGMENT_BYTES and _is_one_piece(unit, batch, opened.reading.text_unit):
                 finished.append(segment.commit(batches=number, place=place, is_last=False))
                 segment, text_size = SegmentWriter(opened, key, len(finished), len(unit.pieces)), 0
         if fates is not None and wanted < fates.size and place >= wanted:
@@ -140,10 +140,10 @@ def _note_stop(opened: OpenJob, unit: Unit, key: str, segment: SegmentWriter) ->
         raise DocumentError(message)
 
 
-def _is_one_piece(unit: Unit, batch: DocumentBatch) -> bool:
+def _is_one_piece(unit: Unit, batch: DocumentBatch, text_unit: str) -> bool:
     """Return whether the file that a batch ends in cannot be cut into pieces."""
     file = unit.pieces[batch.runs[-1].piece].file
-    return bool(file.compression) or format_of(file.suffix).ranges is whole
+    return bool(file.compression) or format_of(file.suffix, text_unit).ranges is whole
 
 
 def _num_lost(bad: Sequence[BadRecord]) -> int:

@@ -6,7 +6,7 @@
 3. Out: batches of texts or records in input order, and the records that could not be read, by line and reason.
 
 A new kind of file is one `Format` (see `units`) and its line in `inputs.FORMATS`. Formats share how files are
-opened (`units`) and how lines and JSON values become documents (`lines`).
+opened (`streams`) and how lines and JSON values become documents (`lines`).
 """
 
 from tokenmill.documents.inputs import (
@@ -19,17 +19,8 @@ from tokenmill.documents.inputs import (
     read_unit,
     sample_texts,
 )
-from tokenmill.documents.units import (
-    RULES,
-    BadRecord,
-    DocumentBatch,
-    InputFile,
-    Piece,
-    ReadOptions,
-    Unit,
-    content_digest,
-    file_digest,
-)
+from tokenmill.documents.streams import content_digest, file_digest
+from tokenmill.documents.units import RULES, BadRecord, DocumentBatch, InputFile, Piece, ReadOptions, Unit
 
 __all__ = [
     "RULES",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tokenmill.documents import units
+from tokenmill.documents import streams, units
 from tokenmill.errors import DocumentError, nearest
 from tokenmill.fields import field_path
 
@@ -250,14 +251,15 @@ _DECOMPRESS_BYTES = 1 << 19
 """Decompressed at a time, so that texts are copied out of memory that is still in the caches: 8 MiB take a fifth
 longer to read (benchmarks/prepare.py)."""
 _DICTIONARY_BYTES = 256 << 20
+_MAX_CUT_FILES = 1 << 14
+"""Files whose part sizes are kept in memory; about 1 KB each."""
 
 
-def _parquet_ranges(file: units.InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a file into runs of row groups of about `chunk_bytes`; reads its footer."""
+def _row_group_sizes(file: units.InputFile) -> Iterable[int]:
+    """Return the bytes of each row group, from the footer of a file."""
     with _open_parquet(file) as opened:
         footer = opened.metadata
-        sizes = [max(footer.row_group(group).total_byte_size, 1) for group in range(footer.num_row_groups)]
-    return runs(sizes, file.bytes, chunk_bytes)
+        return [max(footer.row_group(group).total_byte_size, 1) for group in range(footer.num_row_groups)]
 
 
 def _read_parquet(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
@@ -273,10 +275,30 @@ def _read_parquet(piece: units.Piece, options: units.ReadOptions) -> Iterator[un
                 yield from column_groups(batch, options, position, decompressed=True)
 
 
-PARQUET = units.Format(counts="row", read=_read_parquet, ranges=_parquet_ranges)
+def _ranges_by(
+    sizes_of: Callable[[units.InputFile], Iterable[int]],
+) -> Callable[[units.InputFile, int], Iterator[tuple[int, int, int]]]:
+    """Return a function that cuts a file into consecutive parts of about `chunk_bytes`.
+
+    The sizes of the parts are kept, so that each file is opened once however often it is cut: a build samples its
+    input and then cuts it. The mtime and inode are part of the key, because a file may be replaced in between.
+    """
+
+    @lru_cache(maxsize=_MAX_CUT_FILES)
+    def kept(file: units.InputFile, mtime_ns: int, inode: int) -> array[int]:  # noqa: ARG001 - parts of the key
+        return array("q", sizes_of(file))
+
+    def ranges(file: units.InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+        status = streams.status_of(file)
+        return runs(kept(file, status.st_mtime_ns, status.st_ino), file.bytes, chunk_bytes)
+
+    return ranges
 
 
-def runs(sizes: list[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
+PARQUET = units.Format(counts="row", read=_read_parquet, ranges=_ranges_by(_row_group_sizes))
+
+
+def runs(sizes: Sequence[int], total_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
     """Join consecutive parts of a file into runs of about `chunk_bytes`, sizes scaled so that they sum to its own.
 
     >>> list(runs([1, 1, 1, 3], 60, 20))
@@ -337,7 +359,7 @@ def _open_parquet(file: units.InputFile) -> Iterator[pq.ParquetFile]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with units.open_input(file, exact=True):
+    with streams.open_input(file, exact=True):
         try:
             # Columns are read through a buffer, else a whole column of a row group would be in memory at once.
             with pq.ParquetFile(
@@ -358,13 +380,13 @@ _OLD_FEATHER_MARK = b"FEA1"
 _STREAM_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 
 
-def _arrow_ranges(file: units.InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a file into runs of record batches of about `chunk_bytes`; reads its index or its messages' heads."""
+def _batch_sizes(file: units.InputFile) -> Iterable[int]:
+    """Return the sizes of the record batches of a file, from its index or the headers of its messages."""
     import pyarrow as pa
 
     with _mapped(file) as (source, is_file, check_whole):
         if is_file:
-            # The index knows where the batches are, but pyarrow does not say; they are mostly of one size.
+            # The index has the places of the batches, but pyarrow does not return them; most are of one size.
             sizes = [1] * pa.ipc.open_file(source).num_record_batches
         else:
             # Bytes of each record batch, with the dictionaries before it.
@@ -372,7 +394,7 @@ def _arrow_ranges(file: units.InputFile, chunk_bytes: int) -> Iterator[tuple[int
             ends = [0, *(source.tell() for message in reader if message.type == "record batch")]
             sizes = [end - begin for begin, end in pairwise(ends)]
         check_whole()
-    return runs(sizes, file.bytes, chunk_bytes)
+    return sizes
 
 
 def _read_arrow(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
@@ -386,6 +408,7 @@ def _read_arrow(piece: units.Piece, options: units.ReadOptions) -> Iterator[unit
                 yield group
 
 
+_arrow_ranges = _ranges_by(_batch_sizes)
 ARROW = units.Format(counts="row", read=_read_arrow, ranges=_arrow_ranges)
 """Files with an index of their record batches, and streams without, as Hugging Face datasets keep them."""
 TABLE = units.Format(counts="item", read=_read_arrow, ranges=_arrow_ranges)
@@ -436,7 +459,7 @@ def _mapped(file: units.InputFile) -> Iterator[tuple[pa.NativeFile, bool, Callab
     """
     import pyarrow as pa
 
-    with units.open_input(file, exact=True) as stream:
+    with streams.open_input(file, exact=True) as stream:
         head = stream.read(len(_FILE_MARK))
         stream.seek(max(file.bytes - len(_STREAM_END), 0))
         tail = stream.read()
@@ -459,7 +482,7 @@ def _mapped(file: units.InputFile) -> Iterator[tuple[pa.NativeFile, bool, Callab
 
 def _check_whole(file: units.InputFile) -> None:
     """Raise if the file was truncated while it was mapped: its last page reads as zeros."""
-    if units.is_changed(file):
+    if streams.is_changed(file):
         raise _damaged(file, "a file whose size changed while it was read")
 
 

@@ -1,4 +1,4 @@
-"""CSV and TSV: a header that names the columns, then a record a row, all values strings."""
+"""CSV and TSV: a header that names the columns, then one record per row, with strings as values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from itertools import chain
 from typing import Any
 
 from tokenmill.documents.lines import Unread, split_lines
-from tokenmill.documents.units import Format, Group, Piece, ReadOptions, RecordError, open_blocks
+from tokenmill.documents.streams import open_blocks
+from tokenmill.documents.units import Format, Group, Piece, ReadOptions, RecordError
 from tokenmill.errors import DocumentError, nearest
 
 _ROWS = 256
@@ -18,7 +19,7 @@ _CARRIAGE_RETURN = re.compile(r"(?<=\r)(?!\n)")
 
 
 def _read(piece: Piece, options: ReadOptions, *, delimiter: str) -> Iterator[Group]:
-    """Read all rows below the header; a cell in quotes may hold newlines."""
+    """Read all rows below the header; a quoted cell may hold newlines."""
     with open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
         lines = split_lines(blocks, options.max_record_bytes)
         rows = _Rows(lines, options.delimiter or delimiter, options.max_record_bytes)
@@ -41,7 +42,7 @@ def _group(rows: _Rows, table: _Table, options: ReadOptions) -> Group:
     most = min(_ROWS, options.batch_documents)
     while (line := group.num_lines) < most and group.size < options.batch_bytes:
         try:
-            row = next(rows, None)
+            row = rows.next()
             if row is None:
                 break
             if row:
@@ -55,7 +56,7 @@ def _group(rows: _Rows, table: _Table, options: ReadOptions) -> Group:
 
 
 class _Table:
-    """Turns a row into a document: the cell that is the text, or the cells by name."""
+    """Turns a row into a document: the cell that holds the text, or the cells by name."""
 
     def __init__(self, header: list[str], options: ReadOptions, path: str) -> None:
         self._header = header
@@ -69,9 +70,7 @@ class _Table:
             )
         twice = [name for name in dict.fromkeys(wanted) if header.count(name) > 1]
         if twice:
-            raise DocumentError(
-                f"{path}: must name each column once in its header, got {twice[0]!r} twice; rename one of them"
-            )
+            raise DocumentError(f"{path}: column {twice[0]!r} is in the header twice; rename one of the two")
         if options.text_field is not None:
             self._text = header.index(options.text_field)
 
@@ -88,70 +87,62 @@ class _Table:
 
 def _header(rows: _Rows, path: str) -> list[str] | None:
     try:
-        return next((row for row in rows if row), None)
+        while (row := rows.next()) is not None:
+            if row:
+                return row
     except RecordError as error:
-        raise DocumentError(
-            f"{path}: must begin with a header row, got {error.reason}: {error.detail}; fix its first line"
-        ) from None
+        raise DocumentError(f"{path}: the header row is bad: {error.reason}: {error.detail}; fix it") from None
+    return None
 
 
 class _Rows:
-    """The rows of lines, one by one; a bad one raises RecordError, and the next call goes on after it."""
+    """The rows of lines, one by one."""
 
     def __init__(self, lines: Iterator[list[bytes]], delimiter: str, max_bytes: int) -> None:
         # The limit holds for the whole process, so it is only ever raised: other readers may need theirs.
         csv.field_size_limit(max(csv.field_size_limit(), max_bytes))
         self._lines = chain.from_iterable(lines)
-        self._num_lines = 0
-        self._max_bytes = max_bytes
         self._delimiter = delimiter
-        self._renew()
-        self._begin_record()
+        self._max_bytes = max_bytes
+        self._num_lines = self._first_line = self._size = 0
+        self._not_utf8: str | None = None
+        self._reader = self._new_reader()
 
-    def __iter__(self) -> _Rows:
-        return self
+    def next(self) -> list[str] | None:
+        """Return the next row, None at the end.
 
-    def __next__(self) -> list[str]:
-        self._begin_record()
+        A bad row raises RecordError. The next call continues after it.
+        """
+        self._size = 0
+        self._first_line = self._num_lines + 1
+        self._not_utf8 = None
         try:
-            row = next(self._reader)
-        except csv.Error as error:
-            self._renew()
-            raise RecordError("csv", str(error)) from None
-        except RecordError:
-            self._renew()
-            raise
+            row = next(self._reader, None)
+        except (csv.Error, RecordError) as error:
+            self._reader = self._new_reader()
+            raise error if isinstance(error, RecordError) else RecordError("csv", str(error)) from None
         if self._not_utf8 is not None:
             raise RecordError("utf8", self._not_utf8)
         return row
 
     @property
     def lines_of_row(self) -> str:
-        """Lines of the last row, if it has several: a quote too many may have joined them."""
+        """Lines of the last row, if it has several: an extra quote may have joined them."""
         first, last = self._first_line, self._num_lines
         return f" in lines {first} to {last}" if first < last else ""
 
-    def _begin_record(self) -> None:
-        self._size = 0
-        self._first_line = self._num_lines + 1
-        self._not_utf8: str | None = None
+    def _new_reader(self) -> Iterator[list[str]]:
+        return csv.reader(self._texts(), delimiter=self._delimiter)
 
-    def _renew(self) -> None:
-        self._reader = csv.reader(self._record_lines(), delimiter=self._delimiter)
-
-    def _next_line(self) -> bytes | None:
-        line = next(self._lines, None)
-        self._num_lines += line is not None
-        return line
-
-    def _record_lines(self) -> Iterator[str]:
-        """Yield lines to the reader of CSV; raise when the record that it reads has become too long."""
-        while (raw := self._next_line()) is not None:
-            goes_on = self._size > 0
-            if isinstance(raw, Unread):
-                raise self._skip(raw.detail, goes_on ^ bool(raw.num_quotes % 2))
-            if self._size + len(raw) > self._max_bytes:
-                raise self._skip(f"more than {self._max_bytes} bytes", goes_on ^ bool(raw.count(b'"') % 2))
+    def _texts(self) -> Iterator[str]:
+        """Yield lines to the CSV reader, a line at a time as it asks for them."""
+        for raw in self._lines:
+            self._num_lines += 1
+            is_continued = self._size > 0
+            if isinstance(raw, Unread) and not is_continued and raw.num_quotes % 2 == 0:
+                raise RecordError("too_long", raw.detail)
+            if isinstance(raw, Unread) or self._size + len(raw) > self._max_bytes:
+                raise self._unclosed(f"has more than {self._max_bytes} bytes")
             try:
                 line = raw.decode()
             except UnicodeDecodeError as error:
@@ -165,17 +156,11 @@ class _Rows:
                 self._size += len(raw)
                 yield line
         if self._size:
-            raise self._unclosed()
+            raise self._unclosed("does not end")
 
-    def _skip(self, detail: str, in_quotes: bool) -> RecordError:
-        """Skip the rest of a record, up to the line with the quote that ends its cell; return its error."""
-        while in_quotes and (raw := self._next_line()) is not None:
-            quotes = raw.num_quotes if isinstance(raw, Unread) else raw.count(b'"')
-            in_quotes ^= bool(quotes % 2)
-        return self._unclosed() if in_quotes else RecordError("too_long", detail)
-
-    def _unclosed(self) -> RecordError:
-        """Return the error of a quote that is never closed: all lines after it are lost, as rows cannot be told."""
+    def _unclosed(self, problem: str) -> RecordError:
+        """Skip the rest of the file, as the start of the next row is unknown; return the error of its lines."""
+        self._num_lines += sum(1 for _ in self._lines)
         lost = max(self._num_lines - self._first_line + 1, 1)
-        detail = f"a quoted cell that begins in line {self._first_line} and does not end ({lost:,} lines are lost)"
+        detail = f"the quoted cell that begins in line {self._first_line} {problem} ({lost:,} lines are lost)"
         return RecordError("csv", detail, count=lost)

@@ -1,4 +1,4 @@
-"""From what a user names to documents: files in an order that any machine agrees on, units of work, batches."""
+"""Input files in an order that is the same on every machine, units of work, and batches of documents."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from functools import cache, partial
 from glob import glob
 from importlib import import_module
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
 
-import msgspec
-
+from tokenmill.documents.hugging_face import PREFIX, dataset_files, is_saved_note
+from tokenmill.documents.streams import decompressed, is_changed, most_bytes, too_much
 from tokenmill.documents.units import (
-    COMPRESSIONS,
+    COMPRESSED,
     BadRecord,
     DocumentBatch,
     Format,
@@ -24,33 +23,26 @@ from tokenmill.documents.units import (
     Piece,
     ReadOptions,
     Unit,
-    decompressed,
-    is_changed,
-    most_bytes,
-    too_much,
     whole,
 )
-from tokenmill.errors import ConfigError, DocumentError, InputMissingError, nearest
+from tokenmill.errors import ConfigError, DocumentError, InputMissingError
 from tokenmill.tables import check_option, path_of
 from tokenmill.types import natural_key
 
-if TYPE_CHECKING:
-    import datasets
-
-
-# Which kinds of files are known, by the endings of their names.
+# Known kinds of files, by the endings of their names.
 
 FORMATS: Mapping[str, tuple[str, str]] = {
     ".jsonl": ("lines", "JSON_LINES"),
     ".json": ("json_file", "JSON_FILE"),
     ".parquet": ("columns", "PARQUET"),
     ".arrow": ("columns", "ARROW"),
-    ".txt": ("lines", "PLAIN_TEXT"),
+    ".txt": ("lines", "TEXT_FILE"),
     ".csv": ("delimited", "CSV"),
     ".tsv": ("delimited", "TSV"),
     ".tar": ("webdataset", "WEBDATASET"),
 }
 """Suffix -> module of this room, and the `Format` in it: loaded when the first such file is met."""
+_TEXT_LINES = ("lines", "TEXT_LINES")
 _IN_MEMORY: Mapping[str, tuple[str, str]] = {".items": ("lines", "ITEMS"), ".table": ("columns", "TABLE")}
 
 NAMES: Mapping[str, str] = {"text" if suffix == ".txt" else suffix[1:]: suffix for suffix in FORMATS}
@@ -68,9 +60,11 @@ _COMPRESSED_WITHIN = (".parquet", ".arrow")
 
 
 @cache
-def format_of(suffix: str) -> Format:
-    """Return the format of files with a suffix such as `.jsonl.gz`."""
-    module, name = {**FORMATS, **_IN_MEMORY}["." + suffix.split(".")[1]]
+def format_of(suffix: str, text_unit: str = "file") -> Format:
+    """Return the format of files with a suffix such as `.jsonl.gz`; `text_unit` is that of `ReadOptions`."""
+    ending = "." + suffix.split(".")[1]
+    is_lines = ending == _TEXT and text_unit == "line"
+    module, name = _TEXT_LINES if is_lines else {**FORMATS, **_IN_MEMORY}[ending]
     format: Format = getattr(import_module(f"tokenmill.documents.{module}"), name)
     return format
 
@@ -84,7 +78,7 @@ def suffix_of(name: str, format: str | None = None) -> str | None:
     if format is not None:
         check_option("format", format, NAMES)
     name = re.sub(r"\.tgz$", ".tar.gz", name.lower())
-    compression = next((ending for ending in COMPRESSIONS if name.endswith(ending)), "")
+    compression = next((ending for ending in COMPRESSED if name.endswith(ending)), "")
     stem = name.removesuffix(compression)
     if format is not None:
         return NAMES[format] if NAMES[format] in _COMPRESSED_WITHIN else NAMES[format] + compression
@@ -205,18 +199,24 @@ def _expand(item: str) -> Iterator[tuple[str, bool]]:
     elif os.path.exists(item):
         raise DocumentError(f"{item}: must be a file or folder, got something else; write it to a file first")
     else:
-        matches = glob(item, recursive=True)
-        if not matches:
-            # In Python, a list of texts may have been meant.
-            is_like_text = any(map(str.isspace, item)) or not os.path.splitext(item)[1]
-            other = ", or pass a text as a record in Python: [{'text': ...}]" if is_like_text else ""
-            shown = item if len(item) <= _MOST_SHOWN else f"{item[:_MOST_SHOWN]}..."
-            raise InputMissingError(
-                f"{shown}: must be a file, folder or glob that matches some, got nothing there; "
-                f"fix the path (this process runs in {os.getcwd()}){other}"
-            )
-        for match in matches:
-            yield from _expand(match)
+        for match in glob(item, recursive=True) or _no_match(item):
+            yield from ((path, is_named and not _is_marker(path)) for path, is_named in _expand(match))
+
+
+def _no_match(item: str) -> list[str]:
+    # In Python, a list of texts may have been meant.
+    is_like_text = any(map(str.isspace, item)) or not os.path.splitext(item)[1]
+    other = ", or pass a text as a record in Python: [{'text': ...}]" if is_like_text else ""
+    shown = item if len(item) <= _MOST_SHOWN else f"{item[:_MOST_SHOWN]}..."
+    raise InputMissingError(
+        f"{shown}: must be a file, folder or glob that matches some, got nothing there; "
+        f"fix the path (this process runs in {os.getcwd()}){other}"
+    )
+
+
+def _is_marker(path: str) -> bool:
+    """Return whether a file that a glob matches is a marker such as `_SUCCESS`, and not data of an unknown kind."""
+    return suffix_of(path) is None and (os.path.basename(path).startswith("_") or not os.path.getsize(path))
 
 
 def _is_input(path: str, suffix: str, format: str | None) -> bool:
@@ -244,171 +244,7 @@ def _is_text(path: str, suffix: str) -> bool:
 
 
 def _known_endings() -> str:
-    return f"{', '.join(ENDINGS)}, .tgz (but for columns also with {', '.join(COMPRESSIONS)})"
-
-
-# Hugging Face datasets as the Arrow files that they are made of.
-
-PREFIX = "hf:"
-_SAVED, _SAVED_INFO, _SAVED_DICT = "state.json", "dataset_info.json", "dataset_dict.json"
-_DEFAULT_SPLIT = "train"
-_INDICES = ("_indices_files", "_indices_data_files")
-_HUB_SECONDS = 10.0
-"""How long the hub may take to answer."""
-
-
-def dataset_files(item: str) -> list[str]:
-    """Return the Arrow files of `hf:name[:config[:split]]`, in the order of the dataset.
-
-    The name is a folder made by `save_to_disk`, a folder of data files, or one on the hub; the last two are
-    copied into the cache of the `datasets` library first. The split is `train` unless another is named.
-    """
-    name, config, split = parse(item)
-    try:
-        import datasets  # noqa: F401
-    except ImportError:
-        raise DocumentError(
-            f"{item}: must have the datasets library to read it, got none; pip install 'tokenmill[hf]'"
-        ) from None
-    saved = any(os.path.isfile(os.path.join(name, mark)) for mark in (_SAVED, _SAVED_DICT))
-    dataset = _saved(item, name, config, split) if saved else _loaded(item, name, config, split)
-    return _arrow_files(item, dataset)
-
-
-def is_saved_note(path: str) -> bool:
-    """Tell whether a file is one in which `save_to_disk` keeps notes beside the rows: it holds no document."""
-    folder, name = os.path.split(path)
-    if name not in (_SAVED, _SAVED_INFO, _SAVED_DICT):
-        return False
-    other = {_SAVED: _SAVED_INFO, _SAVED_INFO: _SAVED, _SAVED_DICT: _SAVED_DICT}[name]
-    return os.path.isfile(os.path.join(folder, other))
-
-
-def parse(item: str) -> tuple[str, str | None, str | None]:
-    """Return name, config and split; a part that is empty or left out is None.
-
-    A name may have colons, as a path on Windows has, if it is a folder that exists; the longest such name is taken.
-
-    >>> parse("hf:org/name::validation")
-    ('org/name', None, 'validation')
-    """
-    parts = re.split(r":(?![^\[]*\])", os.path.expanduser(item.removeprefix(PREFIX)))  # not in a split's [:10%]
-    for end in range(len(parts), max(len(parts) - 3, 0), -1):
-        name = ":".join(parts[:end])
-        if name and os.path.isdir(name):
-            rest = parts[end:]
-            break
-    else:
-        name, rest = parts[0], parts[1:]
-    if not name or len(rest) > 2:
-        raise DocumentError(f"{item}: must be hf:name[:config[:split]], got {len(parts)} parts; fix it")
-    config, split = (part or None for part in (*rest, "", "")[:2])
-    return name, config, split
-
-
-def _saved(item: str, folder: str, config: str | None, split: str | None) -> datasets.Dataset:
-    """Open a folder made by `save_to_disk`. It has no configs, so a single word after the name is the split."""
-    import datasets
-
-    if config is not None and split is not None:
-        raise DocumentError(
-            f"{item}: must name no config, as a saved dataset has none, got {config!r}; write hf:{folder}:{split}"
-        )
-    split = split or config
-    try:
-        if os.path.isfile(os.path.join(folder, _SAVED_DICT)):
-            splits = [str(name) for name in _read_json(folder, _SAVED_DICT)["splits"]]
-            split = split or _DEFAULT_SPLIT
-            if split not in splits:
-                raise DocumentError(
-                    f"{item}: must name one of the splits {', '.join(splits)}, got {split!r}; "
-                    f"{nearest(split, splits)}"
-                )
-            folder, split = os.path.join(folder, split), None
-        # An old `datasets` saved a selection beside the rows, which newer ones do not see.
-        if any(_read_json(folder, _SAVED).get(name) for name in _INDICES):
-            raise _selection(item)
-        dataset = datasets.load_from_disk(folder, keep_in_memory=False)
-    except DocumentError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _not_opened(item, error) from None
-    if not isinstance(dataset, datasets.Dataset) or (split is not None and split != str(dataset.split)):
-        raise DocumentError(
-            f"{item}: must name the split of a saved dataset, got {split!r} for {getattr(dataset, 'split', None)}; "
-            f"write hf:{folder}"
-        )
-    return dataset
-
-
-def _read_json(folder: str, name: str) -> dict[str, Any]:
-    with open(os.path.join(folder, name), "rb") as file:
-        return msgspec.json.decode(file.read(), type=dict[str, Any])
-
-
-def _loaded(item: str, name: str, config: str | None, split: str | None) -> datasets.Dataset:
-    import datasets
-
-    split = split or _DEFAULT_SPLIT
-    offline = datasets.config.HF_HUB_OFFLINE
-    try:
-        # Without a connection the library would retry for half a minute, though its cache may have the dataset.
-        datasets.config.HF_HUB_OFFLINE = offline or not (os.path.isdir(name) or _is_reached(name))
-        if int(datasets.__version__.split(".")[0]) < 4:  # older ones would ask whether to run code
-            return datasets.load_dataset(name, config, split=split, trust_remote_code=False)
-        return datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # the library passes on whatever its own libraries raise
-        raise _not_opened(item, error) from error
-    finally:
-        datasets.config.HF_HUB_OFFLINE = offline
-
-
-def _is_reached(name: str) -> bool:
-    """Tell whether the hub answers one request, whatever its answer."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        HfApi().dataset_info(name, timeout=_HUB_SECONDS)
-    except HfHubHTTPError:
-        return True
-    except Exception:  # of whichever library makes the request
-        return False
-    return True
-
-
-def _arrow_files(item: str, dataset: datasets.Dataset) -> list[str]:
-    """Return the files that hold the rows of a dataset, and no others, in its order."""
-    import pyarrow as pa
-
-    if dataset._indices is not None:
-        raise _selection(item)
-    files = [file["filename"] for file in dataset.cache_files]
-    num_rows = 0
-    for path in files:
-        with pa.memory_map(path) as source:
-            num_rows += sum(batch.num_rows for batch in pa.ipc.open_stream(source))
-    if len(set(files)) < len(files) or num_rows != len(dataset):
-        raise DocumentError(
-            f"{item}: must be a dataset of whole files, got one of parts of {len(set(files))} files; "
-            "save it with save_to_disk and give that folder"
-        )
-    return files
-
-
-def _selection(item: str) -> DocumentError:
-    return DocumentError(
-        f"{item}: must be a dataset of all rows of its files, got one with an indices mapping, as select, shuffle "
-        "and filter make it; call flatten_indices() and save it again"
-    )
-
-
-def _not_opened(item: str, error: Exception) -> DocumentError:
-    message = " ".join(str(error).split()) or "no message"
-    return DocumentError(
-        f"{item}: must be a dataset that the datasets library can open, got {type(error).__name__}: {message}; "
-        "fix the name, config or split, or the connection"
-    )
+    return f"{', '.join(ENDINGS)}, .tgz (but for columns also with {', '.join(COMPRESSED)})"
 
 
 # Files as units of work, and a unit as batches of documents.
@@ -435,20 +271,22 @@ def chunk_size(files: Sequence[InputFile]) -> int:
     return max(4, min(few, 64), min(many, 256)) * step
 
 
-def cut_files(files: Iterable[InputFile], *, chunk_bytes: int, skip_broken: bool = False) -> Iterator[Unit]:
+def cut_files(
+    files: Iterable[InputFile], *, chunk_bytes: int, skip_broken: bool = False, text_unit: str = "file"
+) -> Iterator[Unit]:
     """Cut files into units of work, in input order: consecutive pieces until they have `chunk_bytes`.
 
-    A plain `.jsonl` is cut into ranges of `chunk_bytes`, Parquet and Arrow files into runs of row groups and of
-    record batches; other files are one piece. The units depend on the files and `chunk_bytes` alone. A file is
-    opened only when the iterator comes to it. With `skip_broken`, one that cannot be opened is one piece, and
-    whoever reads that finds out.
+    Uncompressed files of lines are cut into ranges of `chunk_bytes`: `.jsonl`, and text with `text_unit` "line".
+    Parquet and Arrow files are cut into ranges of row groups and of record batches. Other files are one piece. The
+    units depend on the files and the arguments alone. A file is opened only when the iterator reaches it. With
+    `skip_broken`, a file that cannot be opened is one piece, and reading it raises the error.
     """
     if chunk_bytes < 1:
         raise ConfigError(f"chunk_bytes: must be at least 1, got {chunk_bytes}; leave it out")
     index = size = 0
     pieces: list[Piece] = []
     for file in files:
-        for begin, end, num_bytes in _ranges(file, chunk_bytes, skip_broken):
+        for begin, end, num_bytes in _ranges(file, chunk_bytes, skip_broken, text_unit):
             pieces.append(Piece(file=file, begin=begin, end=end, bytes=num_bytes))
             size += num_bytes
             if size >= chunk_bytes or len(pieces) >= MAX_PIECES:
@@ -460,9 +298,9 @@ def cut_files(files: Iterable[InputFile], *, chunk_bytes: int, skip_broken: bool
         yield Unit(index=index, pieces=tuple(pieces))
 
 
-def _ranges(file: InputFile, chunk_bytes: int, skip_broken: bool) -> Iterator[tuple[int, int, int]]:
+def _ranges(file: InputFile, chunk_bytes: int, skip_broken: bool, text_unit: str) -> Iterator[tuple[int, int, int]]:
     try:
-        return format_of(file.suffix).ranges(file, chunk_bytes)
+        return format_of(file.suffix, text_unit).ranges(file, chunk_bytes)
     except DocumentError:
         if not skip_broken:
             raise
@@ -477,7 +315,7 @@ def read_unit(unit: Unit, options: ReadOptions) -> Iterator[DocumentBatch]:
         first = size = 0
         most = most_bytes(piece.file.bytes, options.max_expansion)
         try:
-            for group in format_of(piece.file.suffix).read(piece, options):
+            for group in format_of(piece.file.suffix, options.text_unit).read(piece, options):
                 size += group.size
                 if size > most:
                     raise too_much(piece.file.path, most)

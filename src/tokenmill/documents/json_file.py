@@ -1,30 +1,32 @@
-"""JSON files: one object, a list of objects or of texts, or objects one after another, read as a stream."""
+"""JSON files: one object, a list of objects or of texts, or objects one after another.
+
+JSON lines that are named `.json` are read as a stream. Any other JSON file is read whole, so its size has a limit.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from itertools import chain
 
 import msgspec
 
-from tokenmill.documents.lines import BYTE_ORDER_MARK, PartialRecord, Unread, line_groups, read_values
-from tokenmill.documents.units import Format, Group, Piece, ReadOptions, open_blocks
+from tokenmill.documents.lines import BYTE_ORDER_MARK, Unread, line_groups, read_values
+from tokenmill.documents.streams import open_blocks
+from tokenmill.documents.units import Format, Group, Piece, ReadOptions
+from tokenmill.errors import DocumentError
 
+MAX_BYTES = 1 << 30
+"""Largest JSON file that is not JSON lines, decompressed. A worker holds all of it in memory."""
 _HEAD_BYTES = 1 << 20
-# A string with its escapes, or a bracket or comma. The pattern never goes back, so that no input is slow.
-_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+("?)|[{}\[\],]', re.DOTALL)
-_STRING = rb'"(?:[^"\\]++|\\.)*+"'
-_FLAT = rb'[^"{}\[\]]++|' + _STRING
-_INNER = rb"[{\[](?:" + _FLAT + rb")*+[}\]]"
-_MIDDLE = rb"[{\[](?:" + _FLAT + rb"|" + _INNER + rb")*+[}\]]"
-# A whole object of up to three levels, as most are: twice as fast as token by token.
-_OBJECT = re.compile(rb"\{(?:" + _FLAT + rb"|" + _MIDDLE + rb")*+\}", re.DOTALL)
-_REST_OF_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+("?)', re.DOTALL)
+_SPACE = re.compile(r"[ \t\n\r]*")
+_BETWEEN_OBJECTS = re.compile(r"[ \t\n\r,]*")
+_BETWEEN_ITEMS = re.compile(r"[ \t\n\r]*(?:,[ \t\n\r]*|(?=\]))")
 
 
 def _read(piece: Piece, options: ReadOptions) -> Iterator[Group]:
-    """Read all records; JSON lines, which are often named `.json`, are read as such."""
+    """Read all records."""
     with open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
         head: list[bytes] = []
         size = 0
@@ -35,18 +37,15 @@ def _read(piece: Piece, options: ReadOptions) -> Iterator[Group]:
         if are_lines(start, whole=size < _HEAD_BYTES):
             yield from line_groups(chain(head, blocks), options, tell)
             return
-        for values in _values(chain([start], blocks), options.max_record_bytes):
-            for begin in range(0, len(values), options.batch_documents):
-                group = read_values(values[begin : begin + options.batch_documents], options, bare_strings=True)
-                group.position = tell()
-                yield group
+        data = _whole(chain([start], blocks), piece.file.path)
+    yield from _groups(data, piece, options)
 
 
 JSON_FILE = Format(counts="record", read=_read)
 
 
 def are_lines(start: bytes, *, whole: bool) -> bool:
-    r"""Tell by its first two lines whether a file holds JSON lines; the end of `start` may be cut off.
+    r"""Return whether a file holds JSON lines, by its first two lines; the end of `start` may be cut off.
 
     >>> are_lines(b'{"a": 1}\n{"a": 2}', whole=True), are_lines(b'{"a": 1}\n{', whole=True)
     (True, False)
@@ -66,110 +65,89 @@ def _is_object(line: bytes) -> bool:
         return False
 
 
-def _values(blocks: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]]:
-    """Yield the raw records that end in each block."""
-    scanner = Scanner(max_bytes)
+def _whole(blocks: Iterator[bytes], path: str) -> bytes:
+    """Return the content of a file."""
+    parts: list[bytes] = []
+    size = 0
     for block in blocks:
-        if records := scanner.feed(block):
-            yield records
-    if records := scanner.finish():
-        yield records
+        size += len(block)
+        if size > MAX_BYTES:
+            raise DocumentError(
+                f"{path}: this JSON file is larger than {MAX_BYTES} bytes and must be read whole; "
+                "convert it to JSONL, one object per line"
+            )
+        parts.append(block)
+    return b"".join(parts)
 
 
-class Scanner:
-    """Finds where the records of a JSON file begin and end, without parsing them.
+def _groups(data: bytes, piece: Piece, options: ReadOptions) -> Iterator[Group]:
+    """Read the records of a file, a batch of them at a time; those before damage come first, then its error."""
+    raws: list[bytes] = []
+    size = position = 0
+    damage: DocumentError | None = None
+    records = _records(data, piece.file.path)
+    while damage is None:
+        try:
+            raw = next(records, None)
+        except DocumentError as error:
+            raw, damage = None, error
+        if raw is not None:
+            is_long = len(raw) > options.max_record_bytes
+            raws.append(Unread("too_long", f"{len(raw)} bytes") if is_long else bytes(raw))
+            size += len(raw)
+        if raws and (raw is None or len(raws) == options.batch_documents or size >= options.batch_bytes):
+            position += size
+            yield _group(raws, piece.bytes * position // len(data), options)
+            raws, size = [], 0
+        if raw is None and damage is None:
+            return
+    raise damage
 
-    Anything between records that is no white space counts as a record too, for the parser to refuse.
+
+def _group(raws: list[bytes], position: int, options: ReadOptions) -> Group:
+    group = read_values(raws, options, bare_strings=True)
+    group.position = position
+    return group
+
+
+def _records(data: bytes, path: str) -> Iterator[bytes | memoryview[int]]:
+    """Yield the raw records of a file."""
+    try:
+        items = msgspec.json.decode(data, type=list[msgspec.Raw])
+    except (ValueError, RecursionError):
+        yield from _records_of_other(data, path)  # several objects, or numbers such as NaN
+    else:
+        yield from (memoryview(item) for item in items)
+
+
+def _records_of_other(data: bytes, path: str) -> Iterator[bytes]:
+    """Yield the raw records of a file that is not one list of standard JSON; the standard library finds their ends.
+
+    Raises DocumentError where a record cannot be parsed. The records after it have no certain start.
     """
+    try:
+        text = data.decode(errors="surrogateescape")  # a record that is not UTF-8 is bad by itself
+        begin = _match_end(_SPACE, text, 0)
+        is_list = text.startswith("[", begin)
+        between = _BETWEEN_ITEMS if is_list else _BETWEEN_OBJECTS
+        at = _match_end(_SPACE, text, begin + is_list)
+        parse = json.JSONDecoder().raw_decode
+        while at < len(text) and not (is_list and text[at] == "]"):
+            end = parse(text, at)[1]
+            yield text[at:end].encode(errors="surrogateescape")
+            at = _match_end(between, text, end)
+        if is_list and text[at:].strip() != "]":
+            raise json.JSONDecodeError("Expecting ']' and nothing after it", text, at)
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise DocumentError(
+            f"{path}: not valid JSON: {reason}; fix the file, or convert it to JSONL, where a broken line costs "
+            "only that line"
+        ) from None
 
-    def __init__(self, max_bytes: int) -> None:
-        self._partial = PartialRecord(max_bytes)
-        self._depth = 0
-        self._level = 0
-        """Depth at which records begin: 1 in a list."""
-        self._begun = False
-        self._in_string = False
-        self._escape = b""
-        self._records: list[bytes] = []
 
-    def feed(self, block: bytes) -> list[bytes]:
-        """Return the records that end in the next block of the file."""
-        block = self._escape + block
-        self._records = []
-        start = self._begin(block)
-        position = start
-        if self._in_string:
-            position = self._after_string(_REST_OF_STRING.match(block))
-        while not self._in_string and (match := _TOKEN.search(block, position)):
-            position = match.end()
-            token = block[match.start()]
-            if token == 0x22:  # "
-                self._after_string(match)
-            elif token == 0x7B and self._depth == self._level and (match := _OBJECT.match(block, match.start())):
-                position = match.end()
-                start = self._object(block, start, match)
-            else:
-                start = self._structure(block, token, start, position - 1)
-        # A backslash at the end belongs with what follows it.
-        self._escape = b"\\" if self._in_string and position < len(block) else b""
-        self._partial.add(block[start : len(block) - len(self._escape)])
-        return self._records
-
-    def finish(self) -> list[bytes]:
-        """Return what is left at the end of the file: nothing, if it is whole."""
-        self._records = []
-        if self._level:
-            self._records.append(Unread("json", "a list that does not end"))
-        else:
-            self._cut(self._escape)
-        return self._records
-
-    def _begin(self, block: bytes) -> int:
-        """Enter the list, if the file is one; return where records start."""
-        if self._begun or not (stripped := block.lstrip()):
-            return 0
-        self._begun = True
-        if stripped[:1] != b"[":
-            return 0
-        self._depth = self._level = 1
-        return len(block) - len(stripped) + 1
-
-    def _after_string(self, match: re.Match[bytes] | None) -> int:
-        assert match is not None  # the rest of a string may be empty
-        self._in_string = not match.group(1)
-        return match.end()
-
-    def _object(self, block: bytes, start: int, match: re.Match[bytes]) -> int:
-        """Take a whole object; in a list, the comma after it ends the record."""
-        if self._level:
-            return start
-        self._cut(block[start : match.start()])
-        self._cut(match.group())
-        return match.end()
-
-    def _structure(self, block: bytes, token: int, start: int, place: int) -> int:
-        """Follow a bracket or comma; return where the record that is being read starts in the block."""
-        if token == 0x2C:  # ,
-            if self._depth == self._level:
-                self._cut(block[start:place])
-                return place + 1
-        elif token in b"{[":
-            if self._depth == self._level == 0:
-                self._cut(block[start:place])
-                start = place
-            self._depth += 1
-        elif self._depth == self._level == 1:
-            self._cut(block[start:place])
-            self._depth = self._level = 0
-            return place + 1
-        elif self._depth:
-            self._depth -= 1
-            if self._depth == self._level == 0:
-                self._cut(block[start : place + 1])
-                return place + 1
-        return start
-
-    def _cut(self, last: bytes) -> None:
-        record = self._partial.take(last)
-        if record.strip():
-            self._records.append(record)
+def _match_end(pattern: re.Pattern[str], text: str, begin: int) -> int:
+    match = pattern.match(text, begin)
+    if match is None:
+        raise json.JSONDecodeError("Expecting ',' delimiter", text, begin)
+    return match.end()

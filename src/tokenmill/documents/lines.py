@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
 from typing import Any, BinaryIO
@@ -11,12 +12,11 @@ from typing import Any, BinaryIO
 import msgspec
 import simdjson
 
-from tokenmill.documents import units
-from tokenmill.fields import field_of, field_path
+from tokenmill.documents import streams, units
+from tokenmill.fields import field_of, field_path, json_kind
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 LARGE_BYTES = 8 << 20
-_BLOCK = 1 << 20
 _BRACE = ord("{")
 
 
@@ -93,47 +93,12 @@ class PartialRecord:
         """Return the whole record that `last` ends, and begin anew."""
         if self.size + len(last) <= self._max_bytes:
             record = b"".join((*self._parts, last)) if self._parts else last
-            self._parts.clear()
-            if len(record) > LARGE_BYTES and (size := text_memory(record)) > self._max_bytes:
-                detail = f"{len(record)} bytes that take {size} in memory as text"
-                record = Unread("too_long", detail, num_quotes=record.count(b'"'))
         else:
             self.add(last)
             record = Unread("too_long", f"{self.size} bytes", num_quotes=self._quotes)
         self._parts.clear()
         self._quotes = self.size = 0
         return record
-
-
-def text_memory(raw: bytes) -> int:
-    """Return about how many bytes a text takes in memory: one rare character makes all of them four times as wide.
-
-    >>> text_memory(b"ab"), text_memory("aЖ".encode()), text_memory("a🌾".encode())
-    (2, 4, 8)
-    """
-    import numpy as np
-
-    characters = largest = 0
-    values = np.frombuffer(raw, np.uint8)
-    for begin in range(0, values.size, _BLOCK):
-        block = values[begin : begin + _BLOCK]
-        characters += int(np.count_nonzero((block & 0xC0) != 0x80))
-        largest = max(largest, int(block.max()))
-    width = 4 if largest >= 0xF0 else 2 if largest >= 0xC4 else 1
-    return characters * max(width, _escaped_width(raw))
-
-
-def _escaped_width(raw: bytes) -> int:
-    r"""Return how wide the characters are that JSON writes as \uXXXX; a backslash may itself be escaped."""
-    width, at = 1, raw.find(b"\\u")
-    while at >= 0 and width < 4:
-        before = at
-        while before and raw[before - 1] == 0x5C:
-            before -= 1
-        if (at - before) % 2 == 0 and raw[at + 2 : at + 4] != b"00":
-            width = 4 if raw[at + 2 : at + 4].lower() in (b"d8", b"d9", b"da", b"db") else 2
-        at = raw.find(b"\\u", at + 2)
-    return width
 
 
 # One JSON object a line.
@@ -149,15 +114,24 @@ def _line_ranges(file: units.InputFile, chunk_bytes: int) -> Iterator[tuple[int,
         yield begin, end, end - begin
 
 
+@contextmanager
+def _open_lines(
+    piece: units.Piece, options: units.ReadOptions
+) -> Iterator[tuple[Iterator[bytes], Callable[[], int]]]:
+    """Open the lines that start in the piece's range: their bytes in blocks, and how many have been read."""
+    if piece.file.compression:
+        with streams.open_blocks(piece, options.batch_bytes, options.max_expansion) as opened:
+            yield opened
+        return
+    with streams.open_input(piece.file, exact=False) as stream:
+        blocks = _line_blocks(stream, piece, min(streams.BLOCK_BYTES, options.batch_bytes))
+        yield blocks, lambda: stream.tell() - piece.begin
+
+
 def _read_json_lines(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
     """Read the lines that start in the piece's range."""
-    if piece.file.compression:
-        with units.open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
-            yield from line_groups(blocks, options, tell)
-        return
-    with units.open_input(piece.file, exact=False) as stream:
-        blocks = _line_blocks(stream, piece, min(units.BLOCK_BYTES, options.batch_bytes))
-        yield from line_groups(blocks, options, lambda: stream.tell() - piece.begin, is_start=not piece.begin)
+    with _open_lines(piece, options) as (blocks, tell):
+        yield from line_groups(blocks, options, tell, is_start=not piece.begin)
 
 
 JSON_LINES = units.Format(counts="line", read=_read_json_lines, ranges=_line_ranges)
@@ -170,7 +144,7 @@ def _line_blocks(stream: BinaryIO, piece: units.Piece, block_bytes: int) -> Iter
     file, begin, end = piece.file, piece.begin, piece.end
     last = b"\n"
     # From the byte before: if it ends a line, the next line starts right at `begin`.
-    blocks = units.file_blocks(stream, file, max(begin - 1, 0), end, block_bytes)
+    blocks = streams.file_blocks(stream, file, max(begin - 1, 0), end, block_bytes)
     if begin:
         for block in blocks:
             _, newline, last = block.partition(b"\n")
@@ -186,7 +160,7 @@ def _line_blocks(stream: BinaryIO, piece: units.Piece, block_bytes: int) -> Iter
         yield last
     if last.endswith(b"\n"):
         return
-    for block in units.file_blocks(stream, file, end, file.bytes, block_bytes):
+    for block in streams.file_blocks(stream, file, end, file.bytes, block_bytes):
         line_end = block.find(b"\n") + 1
         yield block[:line_end] if line_end else block
         if line_end:
@@ -291,7 +265,7 @@ def document_of(value: object, options: units.ReadOptions) -> str | Mapping[str,
     if options.text_field is not None:
         return text_of(value, options.text_field)
     if not isinstance(value, dict):
-        raise units.RecordError("not_object", kind_of(value))
+        raise units.RecordError("not_object", json_kind(value))
     if options.fields is not None:
         return {name: value[name] for name in options.fields if name in value}
     return value
@@ -301,12 +275,12 @@ def text_of(value: object, text_field: str) -> str:
     """Return the string in a named field of a parsed value (`field_path`); raises RecordError."""
     for name in field_path(text_field, value if isinstance(value, dict) else ()):
         if not isinstance(value, dict):
-            raise units.RecordError("missing_field", f"no field {name!r} in {kind_of(value)}")
+            raise units.RecordError("missing_field", f"no field {name!r} in {json_kind(value)}")
         if name not in value:
             raise units.RecordError("missing_field", f"no field {name!r} but {_names(value)}")
         value = value[name]
     if not isinstance(value, str):
-        raise units.RecordError("not_text", f"field {text_field!r} is {kind_of(value)}")
+        raise units.RecordError("not_text", f"field {text_field!r} is {json_kind(value)}")
     return value
 
 
@@ -325,50 +299,35 @@ def refuse_surrogates(value: object) -> None:
         raise units.RecordError("surrogate", f"a lone {half} in a string") from None
 
 
-def kind_of(value: object) -> str:
-    """Say what a parsed JSON value is.
-
-    >>> kind_of(None), kind_of([1])
-    ('null', 'a list')
-    """
-    kinds: Sequence[tuple[type, str]] = (
-        (dict, "an object"),
-        (list, "a list"),
-        (str, "a string"),
-        (bool, "true or false"),
-        (int, "a number"),
-        (float, "a number"),
-        (type(None), "null"),
-    )
-    return next((name for kind, name in kinds if isinstance(value, kind)), type(value).__name__)
-
-
 # Plain text: a file is a document, or each of its lines is one.
 
 FIELD = "text"
-"""What the text is called where whole records are asked for."""
+"""Name of the text where whole records are read."""
 
 
-def _read_text(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
-    """Read a text file, or its lines; newlines are kept as they are, a byte order mark at the start is not."""
-    if options.text_unit == "file":
-        group = units.read_each([piece], lambda piece: _contents(piece, options.max_record_bytes))
-        yield _text_group(group, piece.bytes, options)
-        return
-    with units.open_blocks(piece, options.batch_bytes, options.max_expansion) as (blocks, tell):
-        for lines in split_lines(blocks, options.max_record_bytes):
+def _read_text_file(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
+    """Read a text file as one document; newlines are kept as they are, a byte order mark at the start is not."""
+    group = units.read_each([piece], lambda piece: _contents(piece, options.max_record_bytes))
+    yield _text_group(group, piece.bytes, options)
+
+
+def _read_text_lines(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
+    """Read the lines that start in the piece's range, each of them a document."""
+    with _open_lines(piece, options) as (blocks, tell):
+        for lines in split_lines(blocks, options.max_record_bytes, is_start=not piece.begin):
             for begin in range(0, len(lines), options.batch_documents):
                 group = _line_texts(lines[begin : begin + options.batch_documents])
                 yield _text_group(group, tell(), options)
 
 
-PLAIN_TEXT = units.Format(counts="line", read=_read_text)
+TEXT_FILE = units.Format(counts="line", read=_read_text_file)
+TEXT_LINES = units.Format(counts="line", read=_read_text_lines, ranges=_line_ranges)
 
 
 def _contents(piece: units.Piece, max_bytes: int) -> str:
     if piece.file.compression:
         record = PartialRecord(max_bytes)
-        with units.open_blocks(piece, max_bytes) as (blocks, _):
+        with streams.open_blocks(piece, max_bytes) as (blocks, _):
             for block in blocks:
                 record.add(block)
         raw = record.take(b"")
@@ -376,8 +335,8 @@ def _contents(piece: units.Piece, max_bytes: int) -> str:
     elif piece.file.bytes > max_bytes:
         raise units.RecordError("too_long", f"{piece.file.bytes} bytes")
     else:
-        with units.open_input(piece.file, exact=False) as stream:
-            raw = b"".join(units.file_blocks(stream, piece.file, 0, piece.file.bytes, max_bytes))
+        with streams.open_input(piece.file, exact=False) as stream:
+            raw = b"".join(streams.file_blocks(stream, piece.file, 0, piece.file.bytes, max_bytes))
     return units.decode_utf8(raw.removeprefix(BYTE_ORDER_MARK))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from tokenmill.documents import units
+from tokenmill.documents import streams, units
 from tokenmill.documents.lines import document_of, load, refuse_surrogates
 from tokenmill.errors import DocumentError
 
@@ -207,12 +207,12 @@ _RECORDS = 256
 def _read(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
     """Read all records from the start of an archive; members that are neither text nor JSON are left out."""
     path = piece.file.path
-    with units.open_input(piece.file, exact=True) as file:
+    with streams.open_input(piece.file, exact=True) as file:
         blocks: Iterator[bytes] = iter(())
         tar = TarStream(file, path, num_bytes=piece.file.bytes)
         if piece.file.compression:
-            blocks = units.decompressed(file, piece.file, max_expansion=options.max_expansion)
-            stream = io.BufferedReader(BlockStream(blocks), units.BLOCK_BYTES)
+            blocks = streams.decompressed(file, piece.file, max_expansion=options.max_expansion)
+            stream = io.BufferedReader(BlockStream(blocks), streams.BLOCK_BYTES)
             tar = TarStream(cast("BinaryIO", stream), path, num_bytes=None)
         group = units.Group()
         for sample in _samples(tar, options):

@@ -268,7 +268,7 @@ def _dataset_files(folder: Path, place: str) -> list[Path | str]:
         if is_ours(local) or not (place.startswith("hf:") or _has_parquet(local)):
             return [local]
         place = f"hf:{local}"
-    from tokenmill.documents.inputs import dataset_files
+    from tokenmill.documents.hugging_face import dataset_files
 
     return list(map(Path, dataset_files(place)))
 

@@ -180,7 +180,7 @@ def test_doubled_names_are_numbered():
     ],
 )
 def test_a_dataset_is_spelled_as_documents_are(config, split, spelled):
-    from tokenmill.documents.inputs import parse
+    from tokenmill.documents.hugging_face import parse
 
     assert hub_name("org/name", config, split) == spelled
     assert text_source(spelled, tokenizer="tok", text_field="text") == {"documents": [spelled], "tokenizer": "tok"}
