@@ -641,7 +641,7 @@ def attack_states(bench: Bench, dice: random.Random) -> None:
 
 
 def attack_runs(bench: Bench, dice: random.Random) -> None:
-    """Draw a random run straight, and in parts by other ranks; the batches must be the same."""
+    """Draw a random run straight, and in parts by other ranks, edited on the way; the batches must be the same."""
     bench.reset()
     batch = dice.choice((4, 8))
     steps = dice.randrange(4, 12)
@@ -661,16 +661,24 @@ def attack_runs(bench: Bench, dice: random.Random) -> None:
         values["chat"] = live if dice.random() < 0.5 else 'store = "web2"'
         shutil.copytree(bench.folder / "web", bench.folder / "web2")
     bench.write_run(**values)
-    run = bench.tm.Run.from_toml(bench.folder / "run.toml")
-    straight = [one["input_ids"].tobytes() for one in run.loader(micro_batch=batch, threads=0)]
+    run = edited = bench.tm.Run.from_toml(bench.folder / "run.toml")
+    first = dice.randrange(steps)
+    if dice.random() < 0.5:
+        skip = f'[[skip]]\nsteps = "{first}:{dice.randrange(first, steps) + 1}"\n'
+        (bench.folder / "edited.toml").write_text((bench.folder / "run.toml").read_text() + skip)
+        edited = bench.tm.Run.from_toml(bench.folder / "edited.toml")
+    straight = [one["input_ids"].tobytes() for one in edited.loader(micro_batch=batch, threads=0)]
     world, parts, states = dice.choice((1, 2, 4)), [], None
     while len(parts) < len(straight):
         count, world, ranks, ended = dice.randrange(1, 4), dice.choice((1, 2, 4)), [], []
         for rank in range(world):
             threads = dice.choice((0, 1))
-            loader = run.loader(rank=rank, world_size=world, micro_batch=batch // world, threads=threads)
+            opened = run if len(parts) <= first else edited
+            loader = opened.loader(rank=rank, world_size=world, micro_batch=batch // world, threads=threads)
             if states is not None:
                 loader.load_state_dict(states)
+            if opened is run and len(parts) + count > first:
+                loader.replan(edited.plan())
             ranks.append([])
             for one in loader:
                 ranks[-1].append(one["input_ids"].tobytes())

@@ -13,7 +13,7 @@ from tokenmill.encode.tokenizer import TOKENS_AROUND, Tokenizer, TokenTexts, tok
 from tokenmill.errors import PlanError
 from tokenmill.inspect.examples import span_ids
 from tokenmill.inspect.stores import bins_of, named_bins
-from tokenmill.loader import blocks, buffers
+from tokenmill.loader import LoaderOptions, blocks, buffers
 from tokenmill.loader.balance import balance, group_edges, step_costs, waiting
 from tokenmill.loader.layout import Layout, RankSlice
 from tokenmill.packing import RecordRows
@@ -455,8 +455,8 @@ def row_arrays(run: Run, step: int, slot: int) -> dict[str, list[Any]]:
     if kind is not None:
         batch = _arrays(blocks.RecordBlock(stage, stored, places, buffers.RECORD_ARRAYS[kind], kind))
     else:
-        continuous, horizon = run.config.run.positions == "row", run.config.run.horizon
-        block = blocks.SequenceBlock(stage, stored, places, ROW_ARRAYS, continuous=continuous, horizon=horizon)
+        options = LoaderOptions(positions=run.config.run.positions, horizon=run.config.run.horizon)
+        block = blocks.SequenceBlock(stage, stored, places, ROW_ARRAYS, options=options)
         batch = _arrays(block)
     return {name: array[0].tolist() if array[0].ndim else [array[0].item()] for name, array in batch.items()}
 

@@ -28,6 +28,7 @@ from tokenmill.loader.buffers import (
 )
 from tokenmill.loader.fetch import Fetches, FetchOptions, Piece, write_addresses
 from tokenmill.loader.layout import Layout
+from tokenmill.loader.options import LoaderOptions
 from tokenmill.packing.stored import StoredRows
 from tokenmill.plan.stages import rows_at
 from tokenmill.store.layout import key_file
@@ -312,29 +313,29 @@ class SequenceBlock(Block):
         places: tuple[Int64Array, Int64Array],
         arrays: Sequence[str],
         *,
-        continuous: bool = False,
+        options: LoaderOptions | None = None,
         pad: int | None = None,
-        horizon: int = 1,
         layout: Layout | None = None,
         fetching: FetchOptions | None = None,
         source_rows: tuple[Int64Array, Int64Array] | None = None,
     ) -> None:
-        """See `Block`; `continuous` positions run through the row, `pad` is for a block without a store.
+        """Find the spans of rows; `pad` fills rows of a block without a store.
 
         `layout` says which columns of each row its batches have.
         """
         super().__init__(stage, index, places, arrays, fetching, source_rows)
-        self.horizon = horizon
+        options = options or LoaderOptions()
+        self.horizon = options.horizon
         self._layout = layout or Layout()
         self._multiple = stage.segment_multiple
         self._width = self._layout.width(self.seq_len)
-        self._is_whole = horizon == 1 and self._width == self.seq_len
+        self._is_whole = self.horizon == 1 and self._width == self.seq_len
         """Whether batches have all columns, and no labels beyond the next token, which are made from whole rows."""
         self._rows: dict[int, BufferPool] = {}
         """Memory for whole rows, of which batches have a part; by their number."""
         self._pad = self._pad if pad is None else pad
         self._crossing = int(any(rows.cross_document_labels for rows in stage.rows.values()))
-        self._continuous = int(continuous)
+        self._continuous = int(options.positions == "row")
         empty = _Field(
             rows=np.zeros((self.num_rows, 2), np.int64), spans=np.empty((0, kernels.SPAN_COLUMNS), np.int64)
         )
