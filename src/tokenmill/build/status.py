@@ -98,7 +98,8 @@ def build_status(out: str | os.PathLike[str]) -> BuildStatus:
     if head is not None and done and seconds > 0:
         left = seconds * (head.units - len(done)) / len(done)
     recent = bool(busy) or (not failed and now - begun < SILENT_SECONDS)
-    state, reason = _state(journal, busy=bool(busy), recent=recent)
+    last_note = max((now - worker.silent_seconds for worker in workers if worker.state == "at work"), default=0.0)
+    state, reason = _state(journal, last_note, recent=recent)
     return BuildStatus(
         path=str(journal.out),
         state=state,
@@ -121,12 +122,12 @@ def build_status(out: str | os.PathLike[str]) -> BuildStatus:
 
 
 def _state(
-    journal: Journal, *, busy: bool, recent: bool
+    journal: Journal, last_note: float, *, recent: bool
 ) -> tuple[Literal["empty", "running", "stopped", "publishing", "finished"], str | None]:
-    """Return the state of a build, and why it stopped; `recent`: workers wrote a note lately.
+    """Return the state of a build, and why it stopped; `recent`: a worker may be at work.
 
     The process that runs a build holds the lease of its folder, and on this machine it is known whether it lives.
-    Parts of a build run without a lease.
+    Parts run without a lease. Their workers write notes after the build has ended.
     """
     state = state_name(journal)
     if state in ("empty", "finished"):
@@ -134,12 +135,11 @@ def _state(
     holder, is_held = find_holder(journal.out)
     if is_held:
         return state, None
-    if not busy:
-        if holder is not None:
-            return "stopped", f"{holder} was killed"
-        reason = _text(journal.folder / STOPPED)
-        if reason is not None:
-            return "stopped", reason
+    if holder is not None and not last_note:
+        return "stopped", f"{holder} was killed"
+    stopped = journal.time_of(STOPPED) / 1e9
+    if stopped and last_note <= stopped:
+        return "stopped", _text(journal.folder / STOPPED)
     return (state, None) if state == "publishing" or recent else ("stopped", _text(journal.folder / STOPPED))
 
 

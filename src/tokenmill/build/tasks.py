@@ -10,7 +10,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -67,7 +67,7 @@ class ListHead:
     bytes: int
     """Size of the input in the units."""
     checksum: str
-    """XXH3-128 of the digest of the job and all other lines."""
+    """XXH3-128 of this line, without its checksum, and of all other lines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,17 +100,17 @@ def write_list(
     """Write the list of a phase and the job file; the lease of the folder must be held."""
     lines = [msgspec.json.encode(task) + b"\n" for task in tasks]
     units = [task.unit for task in tasks if task.kind != "digest"]
-    job_digest = xxhash.xxh3_128_hexdigest(job)
     head = ListHead(
         version=__version__,
         asked=asked,
         phase=phase,
-        job=job_digest,
+        job=xxhash.xxh3_128_hexdigest(job),
         cut=cut,
         units=len(units),
         bytes=sum(unit.bytes for unit in units),
-        checksum=_checksum(job_digest, lines),
+        checksum="",
     )
+    head = replace(head, checksum=_checksum(head, lines))
     file = _job_file(journal, head)
     if not file.exists():
         write_atomically(file, job)
@@ -130,7 +130,7 @@ def read_list(journal: Journal) -> TaskList | None:
         return None
     except (ValueError, RecursionError):
         head, lines = None, []
-    if head is None or head.checksum != _checksum(head.job, lines):
+    if head is None or head.checksum != _checksum(head, lines):
         raise StoreCorruptError(
             f"{path}: must be as prepare wrote it, got other content; run `tokenmill prepare --plan-only` again"
         )
@@ -168,9 +168,9 @@ def _job_file(journal: Journal, head: ListHead) -> Path:
     return journal.folder / f"job-{head.job}.json"
 
 
-def _checksum(job: str, lines: Iterable[bytes]) -> str:
+def _checksum(head: ListHead, lines: Iterable[bytes]) -> str:
     """Return the checksum of a list. It covers the job, because a worker that has the list open has that job."""
-    state = xxhash.xxh3_128(job.encode())
+    state = xxhash.xxh3_128(msgspec.json.encode(replace(head, checksum="")))
     for line in lines:
         state.update(line)
     return state.hexdigest()
