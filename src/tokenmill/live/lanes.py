@@ -39,7 +39,7 @@ from tokenmill.types import Int64Array
 
 LONGEST_JOIN_SECONDS = 5.0
 _LOOK_SECONDS = 0.25
-"""How often a waiting caller looks whether the thread still lives."""
+"""Seconds between two checks of a waiting caller that the thread is alive."""
 MAX_PLACES = 100
 LOG_SECONDS = 30.0
 """Between two lines that say that the run waits for text."""
@@ -60,7 +60,7 @@ Show: TypeAlias = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowRequest:
-    """What is asked for: the rows of a lane from a position on, made in one format."""
+    """Request for the rows of a lane from a position on, in one format."""
 
     lane: int
     position: LanePosition
@@ -75,11 +75,11 @@ class LaneWindow:
     turn: int
     rows: WindowRows
     format: RowFormat
-    """How its rows were made."""
+    """Format of its rows."""
     before: tuple[DrawnRows, ...] = ()
     """Rows of the window that were drawn in earlier formats."""
     skipped: tuple[Skipped, ...] = ()
-    """What was left out, also of windows without rows that were passed over."""
+    """Items that were left out, also of windows without rows."""
 
 
 def find_window(source: LiveSource, windows: Windows, request: WindowRequest, show: Show) -> LaneWindow:
@@ -138,7 +138,7 @@ class WindowTask:
     request: WindowRequest
     cancelled: bool = False
     where: str = ""
-    """What is being worked on; empty before the start."""
+    """Window in work; empty before the start."""
     beat: float = 0.0
     """When something was last done."""
     window: LaneWindow | None = None
@@ -147,7 +147,7 @@ class WindowTask:
 
 
 class _Unwanted(Exception):
-    """Nobody waits for this window any more."""
+    """Signal that a window was canceled."""
 
 
 class WindowThreads:
@@ -229,20 +229,20 @@ class WindowThreads:
 # Lanes.
 
 LanePlace: TypeAlias = tuple[LanePosition, LaneWindow | None, int, int]
-"""Where a lane stands, as `position_at` wants it: a position for every row would take longer than the row."""
+"""Place of a lane, for `position_at`. Building a position for every row would take longer than the row."""
 LanesMark: TypeAlias = tuple[list[tuple[int, LanePlace]], dict[str, int], int]
 
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """Where a lane stands, and what is held for it."""
+    """Position of a lane, and its window."""
 
     begun: LanePosition
-    """Where it stands while no window is held."""
+    """Position while it has no window."""
     window: LaneWindow | None = None
-    """What it draws from, once it was needed."""
+    """Window that rows are read from; None until it is needed."""
     row: int = 0
-    """Of that window, the row that comes next."""
+    """Index of the next row in the window."""
     left: int = 0
     """Rows at most that the run still asks for."""
     task: WindowTask | None = None
@@ -250,17 +250,17 @@ class Lane:
 
     @property
     def position(self) -> LanePosition:
-        """Where the next row is."""
+        """Position of the next row."""
         return position_at(self.place)
 
     @property
     def place(self) -> LanePlace:
-        """Where the lane stands, for `position_at`."""
+        """Place of the lane, for `position_at`."""
         return self.begun, self.window, self.row, self.left
 
     @property
     def rows_held(self) -> int:
-        """How many rows its window has left."""
+        """Number of rows left in its window."""
         return 0 if self.window is None else self.window.rows.num_rows - self.row
 
     def hold(self, window: LaneWindow) -> None:
@@ -272,7 +272,7 @@ class Lane:
         self.begun, self.window, self.row = position, None, 0
 
     def drop(self) -> None:
-        """Let go of the window, and of the one that was asked for."""
+        """Release the window and cancel the request for the next one."""
         if self.task is not None:
             self.task.cancelled = True
         self.go(self.position)
@@ -503,7 +503,7 @@ class LiveRows(LaneRows):
 
     @cached_property
     def description(self) -> Mapping[str, int | str | bool]:
-        """What decides the rows of every lane, as JSON."""
+        """Description of the rows of every lane, as JSON."""
         made_of = self.source.made_of(self.lanes)
         return {
             "live": self.source.fingerprint(self.lanes, formats=False),
@@ -595,7 +595,7 @@ class LiveLoader(Loader):
 
     @property
     def skipped(self) -> SkippedText:
-        """What was left out of what this loader has delivered."""
+        """Items that were left out of the batches so far."""
         return self.text.skipped
 
     def describe(self) -> dict[str, Any]:

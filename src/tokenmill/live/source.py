@@ -60,7 +60,7 @@ PROBES = (
 
 @runtime_checkable
 class NanochatTokenizer(Protocol):
-    """What is asked of the object."""
+    """Methods of the tokenizer object."""
 
     def get_bos_token_id(self) -> int:
         """Return the id that documents start with."""
@@ -88,7 +88,7 @@ class ForeignTokenizer:
 
     @cached_property
     def identity(self) -> TokenizerIdentity:
-        """What its ids mean."""
+        """Identity of the tokenizer."""
         vocab_size, bos = self.inner.get_vocab_size(), self.inner.get_bos_token_id()
         ids = self.inner.encode(list(PROBES), prepend=bos, num_threads=self.num_threads)
         return TokenizerIdentity(
@@ -139,40 +139,40 @@ class ForeignTokenizer:
 MEMORY_BYTES = 256 << 20
 """Bytes of input that the windows of all lanes hold together, where `window_bytes` is left out."""
 TEXT_OPTIONS = ("seed", "shuffle", "text_field", "lanes", "window_bytes", "keep_empty", "fim")
-"""What decides which documents a lane reads when; the others of `describe` are how rows are made of them."""
+"""Keys that decide the order of documents; the other keys of `describe` decide how rows are made."""
 MIN_WINDOW_BYTES, MAX_WINDOW_BYTES = 64 << 10, 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveOptions:
-    """How text becomes rows."""
+    """Options of live text."""
 
     seq_len: int
     packing: str = "best_fit"
     split: str = "allow"
-    """What becomes of a document longer than a row, as for a prepared store; `padded` never cuts."""
+    """Fate of a document longer than a row, as for a prepared store; `padded` does not cut."""
     crop: str = "return"
-    """What `bos_best_fit` does with the rest of a cropped document."""
+    """Fate of the rest of a cropped document under `bos_best_fit`."""
     seed: int = 0
     shuffle: bool = True
     """Whether windows, the documents of each, and its rows are put into a new order in every epoch."""
     text_field: str = "text"
     """Field of the text in a record; `a.b` is the field of that name, else field b of the object in field a."""
     lanes: int | None = None
-    """How many streams there are; None: the rows of a global batch."""
+    """Number of lanes; None for the rows of a global batch."""
     on_error: str = "stop"
-    """What a record or a part of a file that cannot be read does: `stop` the run, or be `skip`ped and counted."""
+    """Fate of an unreadable record or part of a file: `stop` the run, or `skip` and count it."""
     keep_empty: bool = False
     """Whether a text without a character is a document; else it is left out, counted as `empty`."""
     window_bytes: int | None = None
-    """How much of a file is packed together; None: 256 MiB divided by the lanes, 64 KiB to 8 MiB."""
+    """Bytes of a file that are packed together; None for 256 MiB divided by the lanes, 64 KiB to 8 MiB."""
     fim: Fim | None = None
     """Whether some documents are cut in three, to learn to fill in the middle; others in every epoch."""
     add_bos: bool | None = None
     """Whether documents start with BOS; None: as the tokenizer has it."""
     add_eos: bool | None = None
     bos_token: str | None = None
-    """Which of the tokenizer's strings is BOS, where it does not say."""
+    """BOS string of the tokenizer, if it does not name one."""
     eos_token: str | None = None
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class LiveOptions:
 
     @property
     def format(self) -> RowFormat:
-        """How documents become rows, for a state."""
+        """Format of the rows, for a state."""
         return RowFormat(self.seq_len, self.packing, self.split, self.crop)
 
     def in_format(self, format: RowFormat) -> LiveOptions:
@@ -197,17 +197,17 @@ class LiveOptions:
 
     @property
     def policy(self) -> Policy:
-        """How documents become rows, for the kernels."""
+        """Packing policy of the rows."""
         return Policy(name=self.packing, split=self.split, crop=self.crop)
 
     @property
     def reading(self) -> ReadOptions:
-        """How records are read."""
+        """Options for reading records."""
         return ReadOptions(text_field=self.text_field)
 
     @property
     def framing(self) -> dict[str, Any]:
-        """What a tokenizer is opened with: the choices about BOS and EOS."""
+        """Options of the tokenizer: BOS and EOS."""
         return {
             "add_bos": self.add_bos,
             "add_eos": self.add_eos,
@@ -253,15 +253,15 @@ class Window:
     """Documents that are packed together."""
 
     number: int
-    """Among all windows of the source."""
+    """Index of the window among all of the source."""
     unit: Unit
     part: int
     parts: int
     take: str = WHOLE
-    """Which of its documents: all, or the share that a lane begins or ends an epoch with."""
+    """Share of its documents: all, or those that a lane begins or ends an epoch with."""
     head: int = 1
     of: int = 1
-    """Of every `of` documents the first `head` are the share that comes first."""
+    """Number of documents, of every `of`, in the share that comes first."""
 
     def members(self, first: int, count: int) -> Int64Array:
         """Return which of `count` documents of the unit belong to the window, counted from the `first` of them.
@@ -323,12 +323,12 @@ class Windows:
 
     @property
     def num_windows(self) -> int:
-        """How many windows there are; at least one for each lane."""
+        """Number of windows; at least one for each lane."""
         return int(self.begins[-1])
 
     @property
     def max_parts(self) -> int:
-        """How often the unit that is cut into most parts is read in an epoch."""
+        """Maximum number of times that a unit is read in an epoch."""
         return int(np.diff(self.begins).max())
 
     def num_turns(self, lane: int) -> int:
@@ -411,7 +411,7 @@ class LiveSource:
 
     files: tuple[InputFile, ...] = field(repr=False)
     digests: tuple[str, ...] = field(repr=False)
-    """Of each file: its size and a sample of its content."""
+    """Digest of the size and of a sample of the content of each file."""
     tokenizer: Tokenizer
     options: LiveOptions
 
@@ -459,7 +459,7 @@ class LiveSource:
         return self._known[lanes, formats]
 
     def refusal(self, made_of: Mapping[str, Any], lanes: int) -> str:
-        """Say what is not as it was when a state was saved that something else made."""
+        """Return the error for a state that another source made, with the first difference."""
         difference = first_difference(dict(made_of), self.made_of(lanes))
         way_out = "resume with what made it, or start at step 0"
         if difference is None:

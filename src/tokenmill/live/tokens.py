@@ -190,7 +190,7 @@ def _check_sizes(window: Window) -> None:
 
 
 def _placed(error: DocumentError, window: Window) -> DocumentError:
-    """Say which part of a file was being read, where the error names the file alone."""
+    """Add the part of the file that was read to an error that names the file only."""
     for path in {piece.file.path for piece in window.unit.pieces}:
         if str(error).startswith(f"{path}: "):
             return DocumentError(f"{window}{str(error).removeprefix(path)}")
@@ -212,14 +212,14 @@ class WindowRows:
     ids: UnsignedArray
     fates: Fates
     skipped: tuple[Skipped, ...]
-    """What is left out that was not when the rows before them were made."""
+    """Items that are left out in addition to those of earlier formats."""
     tokenized: Tokenized
     first: int = 0
     """The first of them that was not delivered yet."""
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are; none where no document has a token."""
+        """Number of rows; 0 if no document has a token."""
         return len(self.lines)
 
 
@@ -343,7 +343,7 @@ def _seen(packed: _Packed, tokenized: Tokenized, options: LiveOptions, drawn: in
 
 
 def _check_row(row: int, packed: _Packed, tokenized: Tokenized) -> None:
-    """Refuse a place past the last row of a window: where all were delivered, a lane is at the next window."""
+    """Raise if a position is after the last row of a window."""
     if not 0 < row < packed.index.num_rows:
         raise ResumeError(
             f"state: a lane must be at a row of {tokenized.window}, got row {row} of {packed.index.num_rows} in "

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from tokenmill.store.maps import MapCache, MappedFile
 
 LOOK_EVERY = 200
-"""The sizes of mapped files are looked at again after this many times as long as the last look took."""
+"""Interval of checks of mapped file sizes, as a multiple of the time of the last check."""
 
 
 class RowsInMemory(NamedTuple):
@@ -63,9 +63,9 @@ class RowsInMemory(NamedTuple):
     spans: Int64Array
     """With addresses, as the kernels want them."""
     windows: object
-    """What holds the memory, and must not go before the rows are copied."""
+    """Keeps the tokens alive until they are copied."""
     chosen: Int64Array | None = None
-    """Which rows of the batch they are, in order; None: all of them."""
+    """Indices of the rows in the batch, in order; None for all."""
 
 
 class _Field(NamedTuple):
@@ -117,13 +117,13 @@ class Block(ABC):
 
     @property
     def num_rows(self) -> int:
-        """How many rows the block has."""
+        """Number of rows of the block."""
         return int(self.sources.size)
 
     @property
     @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """What decides the shapes of its batches, beside their number of rows."""
+        """Key of the shapes of its batches, for a given number of rows."""
 
     @abstractmethod
     def shapes(self, rows: int, arrays: Sequence[str] | None = None) -> Shapes:
@@ -157,7 +157,7 @@ class Block(ABC):
         """Return how many values of an array a row, or a line of it, has at most, and room for."""
 
     def _check_lengths(self) -> None:
-        """Refuse spans that do not fit: lengths come from files, which may change after rows were made of them."""
+        """Raise if spans do not fit, because lengths come from files, which may change after packing."""
         for piece in self._pieces:
             most, room = self._room(piece)
             if most > room:
@@ -168,7 +168,7 @@ class Block(ABC):
                 )
 
     def _check_files(self) -> None:
-        """Refuse what was copied of files that became shorter meanwhile."""
+        """Raise if a file was truncated meanwhile."""
         begin = monotonic()
         for maps, files in self._maps:
             maps.check(files)
@@ -350,7 +350,7 @@ class SequenceBlock(Block):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What decides the shapes of its batches, beside their number of rows."""
+        """Key of the shapes of its batches, for a given number of rows."""
         return (self._width,)
 
     def shapes(self, rows: int, arrays: Sequence[str] | None = None) -> Shapes:
@@ -442,7 +442,7 @@ class SequenceBlock(Block):
         return {name: array for name, array in zip(SEGMENT_ARRAYS, segments, strict=True) if name in self.arrays}
 
     def set_loss_tokens(self, counts: Mapping[int, Int64Array]) -> None:
-        """Say how many labels the global batch of each step has."""
+        """Set the number of labels of the global batch of each step."""
         self._loss_tokens = counts
 
     def labels_by_step(self) -> dict[int, Int64Array]:
@@ -556,7 +556,7 @@ class RecordBlock(Block):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What decides the shapes of its batches, beside their number of rows."""
+        """Key of the shapes of its batches, for a given number of rows."""
         return self.seq_len, self._group
 
     def shapes(self, rows: int, arrays: Sequence[str] | None = None) -> Shapes:

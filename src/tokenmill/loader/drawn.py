@@ -43,7 +43,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class SkippedText:
-    """What was left out of what was delivered."""
+    """Records and windows that were left out."""
 
     counts: Counter[str] = field(default_factory=Counter)
     """Reason -> records, or windows for `broken`."""
@@ -55,11 +55,11 @@ class Lanes(Protocol):
     """The lanes of one source that one rank reads; each gives its rows in order."""
 
     numbers: range
-    """Which lanes of the source they are."""
+    """Numbers of the lanes in the source."""
     waited: float
     """Seconds that the caller had to wait for rows."""
     skipped: SkippedText
-    """What was left out so far."""
+    """Records and windows that were left out so far."""
 
     def draw(self, numbers: Sequence[int], format: RowFormat, chosen: Int64Array | None = None) -> RowsInMemory:
         """Return the next row of each of some lanes, in the order given; those are the `chosen` rows of a batch."""
@@ -196,16 +196,16 @@ def live_rows(stage: Stage) -> dict[str, LaneRows]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Draws:
-    """What the batches of a block draw from one source."""
+    """Rows that the batches of a block read from one source."""
 
     lanes: Lanes
     format: RowFormat
     numbers: list[int]
     """The lane of each row of the source, in order."""
     chosen: Int64Array | None
-    """Which row of its batch each of them is; None: all rows are of this source."""
+    """Index of each row in its batch; None if all rows are of this source."""
     begins: list[int]
-    """Where each batch begins in these, and the end."""
+    """First row of each batch, and the end."""
 
 
 class DrawnSources:
@@ -369,7 +369,7 @@ class DrawnSources:
         self._stand(position, state.at, positions, state.skipped)
 
     def _check_lanes(self, name: str, positions: Mapping[int, LanePosition], position: Position) -> None:
-        """Refuse a state that lacks lanes of this rank, or has one where no window is."""
+        """Raise if a state lacks lanes of this rank, or has a lane where no window is."""
         lanes = self.lanes[name]
         missing = [number for number in lanes.numbers if number not in positions]
         # A source that is new, or comes later, stands at its start.

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What one source has of one array of a block."""
+    """Spans of one array of a block that come from one source."""
 
     store: Store
     key: str
     mask: str | None
     """The array that says which tokens are trained on, if the store has it."""
     places: Spans | Runs
-    """Where its spans are in the store."""
+    """Places of its spans in the store."""
     spans: Int64Array
     """The lines of the field's table that are its."""
     around: tuple[Int64Array, Int64Array] | None = None
@@ -43,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FetchOptions:
-    """How what is not on this machine is fetched."""
+    """Options for tokens that are not on this machine."""
 
     ahead: bool = False
     """Whether it is fetched ahead of training, and waits until there is room for it."""
@@ -58,12 +58,12 @@ class _Arriving:
     piece: Piece
     key: str
     column: int
-    """Which address of a span they give."""
+    """Column of the address that they set."""
     shards: Int64Array
     bases: Int64Array
-    """Where the file of each shard begins, as far as that is known."""
+    """Address of the file of each shard, once it is known."""
     loans: tuple[tuple[list[int], Loan], ...]
-    """Which of the shards each brings."""
+    """Indices of the shards, and the request, of each reader."""
 
 
 class Fetches:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 GroupRank: TypeAlias = tuple[int, int]
 """A rank among the members of a group, and how many there are."""
 CUTS = ("zigzag", "contiguous", "segments")
-"""How a row can be cut for the members of a context-parallel group."""
+"""Ways to cut a row for the members of a context-parallel group."""
 _LEFT_OUT = {
     "everything": frozenset[str](),
     "inputs": frozenset(("labels", "loss_mask")),
@@ -98,7 +98,7 @@ class Layout:
 
     @property
     def leads(self) -> bool:
-        """Whether it is the first of all processes: the one that logs and records."""
+        """Whether the process is the first of all, which logs and records."""
         return not any(rank for rank, _ in (self.dp, self.cp, self.tp, self.pp))
 
     def arrays(self, arrays: Sequence[str]) -> tuple[str, ...]:
@@ -136,7 +136,7 @@ class Layout:
         return self.cp[1] * (1 if self.cut == "contiguous" else 2)
 
     def check(self, stage: Stage) -> None:
-        """Refuse rows that cannot be cut into chunks of one length."""
+        """Raise if rows cannot be cut into chunks of one length."""
         seq_len, chunks = stage.spec.seq_len, self._num_chunks
         if self.cp[1] > 1 and seq_len % chunks:
             below = seq_len // chunks * chunks
@@ -191,7 +191,7 @@ class RankSlice:
 
     @property
     def world_size(self) -> int:
-        """How many data-parallel ranks there are."""
+        """Number of data-parallel ranks."""
         return self.layout.dp[1]
 
     def of_rank(self, rank: int) -> RankSlice:
@@ -199,7 +199,7 @@ class RankSlice:
         return replace(self, layout=replace(self.layout, dp=(rank, self.world_size)))
 
     def check(self, plan: Plan) -> None:
-        """Refuse a slicing that does not divide the batch of every stage, before the first step."""
+        """Raise if the slice does not divide the batch of every stage."""
         share = self.world_size * self.micro_batch
         for stage in plan.stages:
             batch = stage.spec.global_batch_size

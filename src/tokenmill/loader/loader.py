@@ -46,12 +46,12 @@ Explain = Callable[[str, int], str | None]
 FIRST_BLOCK_ROWS = 32
 BLOCK_TOKENS = 1 << 24
 BLOCK_ROWS = 2048
-"""Rows whose spans are found at a time; more gain little (benchmarks/loader.py)."""
+"""Rows whose spans are computed together; more gain little (benchmarks/loader.py)."""
 _NAME_LENGTH = 24
-"""Letters of the name of a stage that a state has."""
+"""Characters of a stage name in a state."""
 
 _forks = 0
-"""How many forks lie between this process and the one that imported the module: no thread survives a fork."""
+"""Number of forks between this process and the one that imported the module. No thread survives a fork."""
 
 
 def _count_fork() -> None:
@@ -99,21 +99,21 @@ class Loader:
         self.part = part
         self.options = options or LoaderOptions(arrays=usual_arrays(plan))
         self.arrays = part.layout.arrays(self.options.arrays)
-        """What its batches have: of the arrays of the options those that its layout needs."""
+        """Arrays of its batches: those of the options that its layout needs."""
         self._use(plan)
         self._explain = explain
         self._pools: dict[tuple[int, ...], buffers.BufferPool] = {}
         self.announces = True
-        """Whether the plan and its stages are logged; those of endless text say nothing to a reader."""
+        """Whether the plan and its stages are logged."""
         self.num_drawn = 0
-        """Micro-batches of the run that lie before the next one."""
+        """Micro-batches before the next one."""
         self.meter = Meter()
         self.num_jumps = 0
-        """How often a state was loaded or a step gone to."""
+        """Number of times that the position was set."""
         self._iterations = 0
         self._forks = _forks
         self._finishes = self.options.pad_to == "batch" or bool(self.options.columns)
-        """Whether something is done to batches once they are copied (`_finished`)."""
+        """Whether batches are changed after they are copied (`_finished`)."""
 
     def _use(self, plan: Plan) -> None:
         """Check a plan, and read its batches from now on."""
@@ -245,7 +245,7 @@ class Loader:
 
     @property
     def tokens_seen(self) -> TokensSeen:
-        """What all ranks have been given before the step of the next batch: input slots, and labels."""
+        """Input slots and labels of all ranks before the step of the next batch."""
         return self.plan.tokens_seen(self.step)
 
     @property
@@ -255,7 +255,7 @@ class Loader:
 
     @property
     def waited(self) -> float:
-        """Seconds that the caller of an iteration has waited for its batches, whatever they are read from."""
+        """Seconds that the caller has waited for batches."""
         return self.meter.waited
 
     def metrics(
@@ -282,13 +282,13 @@ class Loader:
 
     @cached_property
     def network(self) -> Network | None:
-        """What is shared and counted by the stores that are in object storage; None where none is."""
+        """Network shared by the stores in object storage; None without such stores."""
         stores = [rows.store for stage in self.plan.stages for rows in self._stored(stage).values()]
         return next((files.network for store in stores for files in store._remotes), None)
 
     @property
     def _horizon(self) -> int:
-        """How many bytes of blocks are begun before they are needed."""
+        """Number of bytes of blocks to prefetch."""
         return self.network.options.horizon_bytes if self.network else 0
 
     def _wait(self, block: Block, ready: Callable[[], T]) -> T:
@@ -365,7 +365,7 @@ class Loader:
         self._go_to(Position(step=step))
 
     def _check_options(self) -> None:
-        """Refuse arrays, labels, padding and parts of rows that batches of the plan cannot have."""
+        """Raise if batches of the plan cannot have the arrays, labels or padding of the options."""
         plan, arrays = self.plan, self.arrays
         kind = buffers.record_type(plan.stages[0])
         known = ARRAYS if kind is None else (*buffers.RECORD_ARRAYS[kind], "source")
@@ -395,7 +395,7 @@ class Loader:
             )
 
     def _check_drawn(self) -> None:
-        """Refuse what needs rows that are known before they are drawn."""
+        """Raise if an option needs rows that are known before they are read."""
         assert not self.part.balance, "rows must be known before they are dealt"
         if "num_loss_tokens" in self.options.arrays:
             raise ConfigError(
@@ -428,7 +428,7 @@ class Loader:
         }
 
     def _check_made_by(self, state: State) -> None:
-        """Refuse a state of a run whose batches were others."""
+        """Raise if a state is of a run with other batches."""
         step = state.position.covered
         fingerprint = self._fingerprint(state.position)
         if state.fingerprint == self._fingerprint(state.position, balance=not self.part.balance) != fingerprint:

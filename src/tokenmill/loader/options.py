@@ -11,7 +11,7 @@ from tokenmill.types import POSITIONS
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderOptions:
-    """What a loader delivers and how it works ahead; neither changes which tokens a batch holds."""
+    """Arrays of a batch, and how batches are prefetched; the tokens of a batch do not depend on them."""
 
     arrays: tuple[str, ...] = ("input_ids", "labels", "position_ids", "doc_ids")
     threads: int = 1
@@ -20,9 +20,9 @@ class LoaderOptions:
     prefetch: int = 8
     """Micro-batches that are kept ready."""
     positions: str = "document"
-    """Where `position_ids` start from 0: at every `document`, or only at the start of the `row`."""
+    """Start of `position_ids` from 0: at every `document`, or at the start of the `row` only."""
     horizon: int = 1
-    """How many of the next tokens are labels of an input; with more than one, `labels` has an axis more."""
+    """Number of next tokens that are labels of an input; with more than one, `labels` has one more axis."""
     columns: tuple[str, ...] = ()
     """Fields that stores of records keep of each (`prepare --keep`), which a batch delivers beside its arrays."""
     pad_to: str = "row"

@@ -1,4 +1,4 @@
-"""Where a run stands, as small JSON: a step for what is computed, a place a lane for what is drawn in order."""
+"""State of a run as small JSON: a step, and a position per lane for live text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 STATE_VERSION = 1
 CHECK_DIGITS = 8
-"""Of the digest that a lane has of its window."""
+"""Digits of the digest that a lane keeps of its window."""
 EDITED = "use a state that was not edited"
 _SAVED_TOGETHER = "save them after the same step of one run"
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class RowFormat(NamedTuple):
-    """How documents become rows: what a stage of a run may change."""
+    """Format of rows, which a stage of a run may change."""
 
     seq_len: Count
     packing: str
@@ -35,18 +35,18 @@ class RowFormat(NamedTuple):
 
 
 class DrawnRows(NamedTuple):
-    """How many rows of a window were drawn, made in one format."""
+    """Number of rows of a window that were read, in one format."""
 
     format: RowFormat
     rows: int
 
 
 class LanePosition(NamedTuple):
-    """Where the next row of a lane is: a window, and how many of its rows were drawn."""
+    """Position of a lane: a window, and the number of its rows that were read."""
 
     epoch: int = 0
     turn: int = 0
-    """Among the windows of the lane in that epoch."""
+    """Index of the window among those of the lane in that epoch."""
     drawn: tuple[DrawnRows, ...] = ()
     """Nothing at the start of a window; several where a stage changed in the middle of it how rows are made."""
     check: str = ""
@@ -65,20 +65,20 @@ class _Lane(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveState:
-    """Where the lanes of live text stand, those of one rank or of all, as JSON."""
+    """Positions of the lanes of live text, of one rank or of all, as JSON."""
 
     at: Count = 0
     """The first step of which they have not given all rows; after it steps may follow that are skipped."""
     batch: Count = 0
     """Micro-batches of that step that were drawn."""
     formats: tuple[RowFormat, ...] = ()
-    """Those that lanes name by their numbers."""
+    """Formats that lanes refer to by index."""
     lanes: Mapping[str, Mapping[str, _Lane]] = field(default_factory=dict)
     """Source -> number of a lane -> where it stands."""
     skipped: Mapping[str, Mapping[str, Count]] = field(default_factory=dict)
-    """How much was left out of each source, by reason."""
+    """Number of items left out of each source, by reason."""
     digest: str = ""
-    """Of all of the above: nothing else would show that the place of a lane was altered."""
+    """Digest of all fields above, which shows that a position was altered."""
 
     def __post_init__(self) -> None:
         for source, lanes in self.lanes.items():
@@ -144,17 +144,17 @@ def signed(live: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """Where a run stands, and by what it was made, as JSON."""
+    """Position of a run and the plan that made it, as JSON."""
 
     version: int
     step: Count
     fingerprint: str
-    """Of all that decides the batches before."""
+    """Digest of everything that decides the earlier batches."""
     plan: str = ""
-    """Of the plan that made it, by which what has changed since is found."""
+    """Digest of the plan that made the state, to look up its record."""
     stage_idx: Count | None = None
     stage_name: str | None = None
-    """Both for people to read."""
+    """Index and name of the stage, for people."""
     batches: Count = 0
     """Micro-batches of the step that were drawn; where there are any, how the step was cut must stay."""
     micro_batch: Count = 0
@@ -197,7 +197,7 @@ def read_state(state: Mapping[str, Any]) -> State:
 
 
 def _check_names(value: object, where: str) -> None:
-    """Refuse names that are no strings, in tables of tables too: JSON has none."""
+    """Raise if a key is not a string, in nested tables too."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             if not isinstance(name, str):
@@ -228,7 +228,7 @@ def save_state(position: Position, part: RankSlice, made_by: Mapping[str, Any]) 
 
 
 def check_position(state: State, plan: Plan, part: RankSlice) -> None:
-    """Refuse a state past the end of the run, or within a step that is cut otherwise now."""
+    """Raise if a state is past the end of the run, or within a step that is divided differently now."""
     if state.position.covered > plan.steps:
         raise ResumeError(
             f"state: step must be at most the {plan.steps} steps of the run, got {state.step}; raise steps to go on"

@@ -108,7 +108,7 @@ def kept_file(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Footer:
-    """What stands at the end of a kept index, as JSON."""
+    """Footer of an index file, as JSON."""
 
     format: str
     description: Mapping[str, Any]
@@ -156,7 +156,7 @@ def _read(file: Path, description: Mapping[str, Any], windows: int) -> WindowInd
 
 
 def _is_sound(table: Int64Array, size: int, counts: Int64Array) -> bool:
-    """Say whether a table fits `size` bytes and what was counted: kernels go by it. A checksum is soon forged."""
+    """Return whether a table fits `size` bytes and the counts; kernels index with it, so a checksum is not enough."""
     if ((table[:, :CHECK] < 0) | (table[:, :CHECK] >= 1 << 48)).any() or table[0, ROW] or table[0, BYTE]:
         return False
     rows, sizes = np.diff(table[:, ROW]), np.diff(table[:, BYTE])

@@ -60,7 +60,7 @@ class ConcatRows(DocumentRows):
 
     @cached_property
     def holes(self) -> Holes:
-        """What the excluded documents leave out of the stream."""
+        """Runs of tokens that excluded documents leave out of the stream."""
         if not self.excluded.size:
             return holes_of(NO_DOCUMENTS, NO_DOCUMENTS)
         shard, first, length = locate(self.store, self.excluded)
@@ -68,12 +68,12 @@ class ConcatRows(DocumentRows):
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens the stream has."""
+        """Number of tokens of the stream."""
         return self.store.num_tokens - self.holes.size
 
     @property
     def num_rows(self) -> int:
-        """How many whole rows the stream has."""
+        """Number of whole rows of the stream."""
         return max(0, (self.num_tokens - 1) // self.seq_len)
 
     @property
@@ -138,7 +138,7 @@ class ConcatRows(DocumentRows):
 
     @cached_property
     def description(self) -> Mapping[str, int | str | bool]:
-        """What decides the content of the rows."""
+        """Description of the content of the rows."""
         return {
             "store": self.store.fingerprint,
             "packing": "concat",

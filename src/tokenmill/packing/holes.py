@@ -17,16 +17,16 @@ QUARANTINED = "quarantined"
 
 
 class Documents(Protocol):
-    """What is packed: the documents of a store, or of a window of live text."""
+    """Documents to pack: those of a store, or of a window of live text."""
 
     @property
     def path(self) -> Path:
-        """Where they are, for errors."""
+        """Path of the documents, for errors."""
         ...
 
     @property
     def num_documents(self) -> int:
-        """How many there are."""
+        """Number of documents."""
         ...
 
     def document_offsets(self, begin: int, end: int) -> Int64Array:
@@ -35,7 +35,7 @@ class Documents(Protocol):
 
 
 def check_excluded(store: Documents, excluded: Int64Array) -> None:
-    """Refuse excluded documents that are not in the store, not in order, or named twice."""
+    """Raise if excluded documents are not in the store, not in order, or repeated."""
     assert excluded.dtype == np.int64, "their bytes are what the description of the rows is made of"
     size = store.num_documents
     outside = excluded[(excluded < 0) | (excluded >= size)]
@@ -71,7 +71,7 @@ def excluded_within(excluded: Int64Array, begin: int, end: int) -> Int64Array:
 
 
 def are_excluded(excluded: Int64Array, documents: Int64Array) -> BoolArray:
-    """Say of each document whether it is excluded."""
+    """Return whether each document is excluded."""
     if not excluded.size:
         return np.zeros(documents.size, np.bool_)
     place = np.minimum(np.searchsorted(excluded, documents), excluded.size - 1)
@@ -94,11 +94,11 @@ class Holes:
     places: Int64Array
     """The closed number that comes right after each hole, ascending."""
     before: Int64Array
-    """How many numbers the holes before each hole have, and all together: one more than there are holes."""
+    """Sum of the lengths of the holes before each hole, then of all holes."""
 
     @property
     def size(self) -> int:
-        """How many numbers are left out."""
+        """Number of numbers that are left out."""
         return int(self.before[-1])
 
     def opened(self, closed: Int64Array) -> Int64Array:

@@ -118,7 +118,7 @@ class WindowIndex:
     """The sums over all windows of what a window counts."""
 
     checked: BoolArray | None = None
-    """Which windows of a file have been proved by their checksum; None where the index was made by this process."""
+    """Windows of a file whose checksum was verified; None for an index made by this process."""
     file: MappedFile | None = None
     build_again: Callable[[], WindowIndex] | None = None
     """Makes the index of a file whose bytes are not what its checksums say."""
@@ -245,7 +245,7 @@ class WindowIndex:
             self.checked[window] = True
 
     def _check_file(self) -> None:
-        """Refuse what was read of an index that was cut meanwhile."""
+        """Raise if the index file was truncated meanwhile."""
         if self.file is not None:
             self.file.check()
 

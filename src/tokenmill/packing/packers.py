@@ -44,11 +44,11 @@ TOO_LONG_REASON = "too_long"
 Fragments: TypeAlias = Int32Array
 """What is to be packed, in three lines: documents, first tokens, numbers of tokens. No token stands in two."""
 Written: TypeAlias = tuple[int, int, int]
-"""How many (rows, pieces, cuts) there are."""
+"""Number of (rows, pieces, cuts)."""
 
 
 class Output(NamedTuple):
-    """Where a packer writes the rows of a window."""
+    """Arrays that a packer fills with the rows of a window."""
 
     rows: Uint32Array
     """First piece of each row."""
@@ -70,7 +70,7 @@ SPLIT_MODES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Policy:
-    """How documents become rows."""
+    """Packing policy: how documents become rows."""
 
     name: str = "best_fit"
     split: str = "allow"
@@ -78,7 +78,7 @@ class Policy:
     its beginning (`truncate_start`) or end (`truncate_end`), or is left out (`drop`). `padded` never cuts into
     rows: there `allow` means `forbid`."""
     crop: str = "return"
-    """What `bos_best_fit` does with the rest of a cropped document: `return` it to the pool, or `discard` it."""
+    """Fate of the rest of a cropped document under `bos_best_fit`: `return` to the pool, or `discard`."""
     multiple: int = 1
     """Every segment is filled up with padding to a multiple of this number of columns."""
 
@@ -477,7 +477,7 @@ def _fill_rows(
 
 @inner
 def _put(i: int, size: int, stacks: Int32Array, below: Int32Array, present: Uint64Array) -> bool:
-    """Let a fragment that needs `size` slots wait for its turn; False if it is longer than a row."""
+    """Queue a fragment that needs `size` slots; return False if it is longer than a row."""
     if size >= stacks.size:
         return False
     if stacks[size] < 0:

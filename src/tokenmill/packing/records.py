@@ -38,7 +38,7 @@ _BLOCK = 1 << 18
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runs:
-    """Where the values of one array of several rows are: row i has runs `first[i]` to `first[i] + count[i]`."""
+    """Runs of values of one array in several rows: row i has runs `first[i]` to `first[i] + count[i]`."""
 
     first: Int64Array
     count: Int64Array
@@ -49,7 +49,7 @@ class Runs:
 
     @property
     def joined(self) -> BoolArray:
-        """Say of each run whether it continues the one before it: none does."""
+        """Whether each run continues the one before it: none does."""
         return np.zeros(self.length.size, np.bool_)
 
 
@@ -62,7 +62,7 @@ class RecordRows(StoredRows):
 
     store: Store
     seq_len: int
-    """How many tokens of each array a row delivers; a longer one is cut as the policy says, or refused."""
+    """Maximum tokens of each array of a row; the policy cuts or rejects a longer one."""
     policy: Policy
     rest: Int64Array = field(default_factory=lambda: NO_DOCUMENTS)
     """Records that come before the first epoch: what a stage before, of another sequence length, has not drawn."""
@@ -94,7 +94,7 @@ class RecordRows(StoredRows):
 
     @property
     def num_rows(self) -> int:
-        """How many records there are."""
+        """Number of records."""
         return self.store.num_documents - self.holes.size
 
     @cached_property
@@ -109,7 +109,7 @@ class RecordRows(StoredRows):
 
     @property
     def num_long(self) -> int:
-        """How many records have an array with more tokens than a row delivers; reads lengths."""
+        """Number of records with an array of more tokens than a row delivers; reads lengths."""
         return int(self._long.size)
 
     @cached_property
@@ -119,7 +119,7 @@ class RecordRows(StoredRows):
 
     @property
     def num_rest(self) -> int:
-        """How many records the rest has."""
+        """Number of records of the rest."""
         return int(self.rest.size)
 
     @property
@@ -129,12 +129,12 @@ class RecordRows(StoredRows):
 
     @cached_property
     def description(self) -> Mapping[str, int | str | bool]:
-        """What decides the content of the rows."""
+        """Description of the content of the rows."""
         return {**self.epoch_description, **({"rest": self.after} if self.num_rest else {})}
 
     @property
     def epoch_description(self) -> Mapping[str, int | str | bool]:
-        """What decides the rows of a whole epoch."""
+        """Description of the rows of a whole epoch."""
         return {
             "store": self.store.fingerprint,
             "packing": "records",
@@ -163,12 +163,12 @@ class RecordRows(StoredRows):
 
     @property
     def row_slots(self) -> int:
-        """How many tokens a row has room for, over all its arrays and the responses of the largest group."""
+        """Number of tokens that fit a row, over all its arrays and the responses of the largest group."""
         return self.seq_len * (1 + self.largest_group if "responses" in self.parts else len(self.parts))
 
     @cached_property
     def _fates(self) -> Fates:
-        """Of all arrays; reads lengths and masks."""
+        """Fates of the tokens of all arrays; reads lengths and masks."""
         held = count_held(self)
         if self.chosen is None:
             tokens = sum(int(self.store.axes[self.store.axis(key)].values[-1]) for key in self.parts)

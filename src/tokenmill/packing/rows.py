@@ -65,12 +65,12 @@ class PackedRows(DocumentRows):
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return self.index.num_rows
 
     @property
     def num_long(self) -> int:
-        """How many documents of an epoch are longer than a row, or are cut to fill one."""
+        """Number of documents of an epoch that are longer than a row, or cut to fill one."""
         return int(self.index.counts[CUT_DOCUMENTS])
 
     @property
@@ -232,7 +232,7 @@ class PackedDocuments(Protocol):
 
     @property
     def store(self) -> Documents:
-        """Where the documents are."""
+        """Store of the documents."""
         ...
 
     @property

@@ -165,7 +165,7 @@ def stored_rows(stage: Stage) -> dict[str, StoredRows]:
 
 
 def count_held(rows: StoredRows) -> TokenCounts:
-    """Return what all rows of an epoch hold, counted some at a time; reads masks."""
+    """Return the tokens and labels of all rows of an epoch; reads masks."""
     starts = range(0, rows.num_rows, _ROWS)
     return sum((rows.held(np.arange(begin, min(begin + _ROWS, rows.num_rows))) for begin in starts), NOTHING)
 
@@ -177,7 +177,7 @@ def count_ones(
     firsts: Int64Array,
     lengths: Int64Array,
 ) -> int:
-    """Return how many values of a mask are not 0 in runs at (shard, first value within it, length)."""
+    """Return the number of nonzero mask values in runs at (shard, first value within it, length)."""
     needed = distinct(shards)
     size = max(1, store._maps.limit // 4)
     addresses = np.zeros(store.num_shards, np.int64)
@@ -193,7 +193,7 @@ def count_ones(
 
 @kernel
 def _count(addresses: Int64Array, shards: Int64Array, firsts: Int64Array, lengths: Int64Array) -> int:
-    """Return how many bytes are not 0 in runs whose shard has an address."""
+    """Return the number of nonzero bytes in runs whose shard has an address."""
     count = int64(0)
     for i in range(shards.size):
         address = addresses[shards[i]]

@@ -63,7 +63,7 @@ def compile_plan(
 
 
 def check_order(stages: Sequence[tuple[str, int]], steps: int) -> None:
-    """Refuse stages, given as (name, start_step), that do not follow one another from step 0 to the last."""
+    """Raise if stages, given as (name, start_step), do not cover the run in order from step 0."""
     if not stages:
         raise ConfigError("stages: a run must have at least one, got none; add [[stages]] or sources with weights")
     name, start = stages[0]
@@ -87,7 +87,7 @@ def check_order(stages: Sequence[tuple[str, int]], steps: int) -> None:
 
 
 def _check_epochs(plan: Plan) -> None:
-    """Refuse a plan that needs a source more often than the run allows, and say by how much."""
+    """Raise if a plan reads a source more often than the run allows."""
     for stage in plan.stages:
         for name in stage.names:
             allowed = plan.max_epochs.get(name)
@@ -103,15 +103,15 @@ def _check_epochs(plan: Plan) -> None:
 
 @dataclass(slots=True)
 class SourceProgress:
-    """How far a source has been read, and the order of the epoch that is under way."""
+    """Progress of a source, and the order of its current epoch."""
 
     index: Rows
     repeats_from: int = 0
     era: int = 0
-    """How often the rows have changed; every epoch of every era has an order of its own."""
+    """Number of times that the rows have changed; every epoch of every era has its own order."""
     epochs_before: Fraction = Fraction(0)
     left: Fraction = Fraction(0)
-    """How much of an epoch the rest is, or would be: where all of it was quarantined, the next epoch begins."""
+    """Fraction of an epoch left when the rows changed. It is above 0 without rows if all were quarantined."""
     consumed: int = 0
     epochs_read: Fraction = Fraction(0)
     key: int = 0
@@ -127,7 +127,7 @@ class SourceProgress:
 
     @property
     def under_way(self) -> bool:
-        """Whether the source stands within an epoch, not between two."""
+        """Whether the source is within an epoch, not between two."""
         return self.epoch()[2] > 0
 
     def seen(self) -> EpochProgress:
@@ -145,19 +145,19 @@ _GRAIN = 1 << 40
 
 @dataclass(slots=True)
 class _Mixing:
-    """The mixture that is being drawn from, and how far all sources are ahead of their shares."""
+    """The current mixture, and the lead of each source over its share."""
 
     ahead: dict[str, Fraction] = field(default_factory=dict)
-    """Of each source, when the mixture began."""
+    """Lead of each source over its share when the mixture began."""
     mixture: Mixture | None = None
     asked: tuple[object, ...] | None = None
-    """What it was built for."""
+    """Weights and sources that the mixture was built for."""
     names: tuple[str, ...] = ()
     drawn: int = 0
     """Positions of it."""
 
     def take(self, spec: StageSpec) -> Mixture:
-        """Return what a stage draws from: what was drawn from before, if it asks for just the same."""
+        """Return the mixture of a stage: the current one, if the stage asks for the same."""
         ramp, names = spec.ramp, spec.names
         weights = [exact_weight(spec.weights.get(name, 0)) for name in names]
         asked: tuple[object, ...]
@@ -187,7 +187,7 @@ class _Mixing:
         return self.mixture
 
     def settle(self) -> None:
-        """End with the mixture, and note how far its sources are ahead."""
+        """Finish the mixture, and record the leads of its sources."""
         if self.mixture is not None:
             leads = [self.ahead.get(name, Fraction(0)) for name in self.names]
             # Far finer than a row; else fractions would grow with every edge.
@@ -199,7 +199,7 @@ class _Mixing:
 def _compile_stages(
     specs: Sequence[StageSpec], sources: Sequence[str], steps: int, stops: Mapping[str, Fraction]
 ) -> tuple[Stage, ...]:
-    """Compile stages; a source of `stops` leaves the mixture once it has been read as often as that says."""
+    """Compile stages; a source of `stops` leaves the mixture after that number of epochs."""
     progress: dict[str, SourceProgress] = {}
     mixing = _Mixing()
     begun: set[tuple[int, str, str]] = set()
@@ -262,7 +262,7 @@ def compile_in_turn(spec: StageSpec, sources: Sequence[str]) -> Stage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StagePlace:
-    """Where a stage stands in the run."""
+    """Place of a stage in the run."""
 
     index: int
     end: int
@@ -295,7 +295,7 @@ def _drain(
     arrived: Mapping[str, SourceProgress],
     mixing: _Mixing,
 ) -> Stage:
-    """Return the one step in which sources give the last rows that they have."""
+    """Return the one step in which sources give their last rows."""
     spec = stage.spec
     mixing.settle()
     first = stage.origin
@@ -324,14 +324,14 @@ def _drain(
 
 
 def _restarts(before: SourceProgress | None, spec: StageSpec, name: str) -> bool:
-    """Say whether a stage starts a source again in the middle of an epoch, as its rows are others than before."""
+    """Return whether a stage restarts a source in the middle of an epoch, because its rows changed."""
     if before is None or spec.on_change != "restart" or not before.under_way:
         return False
     return dict(before.index.epoch_description) != dict(spec.rows[name].description)
 
 
 def _arrive(before: SourceProgress | None, spec: StageSpec, name: str, restarts: bool) -> SourceProgress:
-    """Return where a source stands at the start of a stage."""
+    """Return the progress of a source at the start of a stage."""
     index = spec.rows[name]
     if index.num_rows < 1:
         if "quarantined" in index.description:
@@ -430,7 +430,7 @@ def _advance(progress: SourceProgress, stage: Stage, line: int, drawn: int) -> N
 
 
 def room(stage: Stage, name: str, limit: Fraction) -> int:
-    """Return how many rows of a source a stage may draw until it has been read `limit` times."""
+    """Return the number of rows of a source that a stage may read until `limit` epochs."""
     before, index = stage.epochs_before[name], stage.rows[name]
     left = stage.rest_epochs[name]
     if not index.num_rest:

@@ -29,11 +29,11 @@ class TokenSchedule:
     warmup: int = 0
     """Tokens over which it rises to 1, linearly; the first step has its part."""
     decay: str = "cosine"
-    """How it goes down: `cosine`, `linear`, or `none`."""
+    """Shape of the decay: `cosine`, `linear`, or `none`."""
     decay_tokens: int | None = None
     """Last tokens of the run over which it goes down; None: all after the warm-up."""
     final: float = 0.1
-    """What it is at the last step, without `lr_scale`."""
+    """Factor at the last step, without `lr_scale`."""
 
     def __post_init__(self) -> None:
         if self.decay not in DECAYS:

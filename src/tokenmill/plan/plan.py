@@ -25,7 +25,7 @@ PLAN_VERSION = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokensSeen:
-    """What the model was trained on before a step; skipped steps do not count."""
+    """Counts of what the model was trained on before a step; skipped steps do not count."""
 
     slots: int
     """Input slots of all rows, over all their arrays, padding among them."""
@@ -48,7 +48,7 @@ class TokensSeen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
-    """What a step belongs to."""
+    """Stage, weights and counts at a step."""
 
     step: int
     stage: str
@@ -56,9 +56,9 @@ class Moment:
     index: int
     """Index of the stage, from 0."""
     progress: float
-    """How much of the stage is done: 0 at its first step, less than 1 at its last."""
+    """Fraction of the stage that is done: 0 at its first step, less than 1 at its last."""
     lr_scale: float
-    """What the learning rate is to be multiplied by."""
+    """Factor of the learning rate."""
     shares: Mapping[str, float]
     """Share of rows that the weights ask for from each source."""
     global_batch_size: int
@@ -66,7 +66,7 @@ class Moment:
     skipped: str | None
     """Why the step is not trained on, if it is not."""
     tokens_seen: TokensSeen
-    """What was trained on before the step: input slots, and labels."""
+    """Counts before the step: input slots and labels."""
 
 
 MAX_SHOWN = 4

@@ -29,7 +29,7 @@ COUNTED_IN_ALL = 1 << 24
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceShare:
-    """What one stage draws from one source, in all its parts."""
+    """Rows and tokens that one stage reads from one source."""
 
     stage: str
     source: str
@@ -45,7 +45,7 @@ class SourceShare:
     tokens: int
     """Input slots of the rows, over all their arrays: trained + unlabelled + padding."""
     epochs: float | None
-    """How often the source has been read by the end of the stage; skipped steps read, too. None of live text."""
+    """Epochs of the source by the end of the stage, with those of skipped steps; None for live text."""
     trained: int
     """Labels that the rows have, less those that a mask leaves out."""
     unlabelled: int
@@ -97,7 +97,7 @@ class StageFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageChange:
-    """What changes within a stage."""
+    """Change within a stage, such as the end of a ramp."""
 
     stage: str
     step: int
@@ -128,16 +128,16 @@ class SourceFacts:
     gone_from: int | None
     """Step from which it has no row left, if it stops then and the run goes on."""
     fates: Fates | None
-    """What becomes of its tokens in an epoch, as the last stage that uses it packs them."""
+    """Fate of its tokens in an epoch, as packed by the last stage that uses it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class PlanReport:
-    """What a plan will do. What skipped steps read is counted apart, everywhere."""
+    """Counts of a plan before its first step. Skipped steps are counted separately."""
 
     fingerprint: str
     steps: int
-    """Of the run, those that are skipped among them."""
+    """Steps of the run, with skipped ones."""
     rows: int
     tokens: int
     skipped_steps: int
@@ -234,7 +234,7 @@ def _split(parts: Sequence[Stage]) -> tuple[list[Stage], list[Stage]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _SourceDraws:
-    """What the parts of a stage draw from a source, added up."""
+    """Sums of what the parts of a stage read from a source."""
 
     asked: Fraction
     """Rows."""
@@ -374,7 +374,7 @@ MANY_EPOCHS = 4
 FEW_STEPS = 10
 MUCH_PADDING = 0.01
 FAR_OFF = 0.02
-"""Of a share of tokens from that of rows."""
+"""Difference between a share of tokens and the share of rows."""
 
 
 def warnings(
@@ -448,7 +448,7 @@ def _scales(plan: Plan) -> Iterator[str]:
 
 
 def _draws_alike(before: Stage, after: Stage) -> bool:
-    """Say whether a stage draws from the same rows in the same shares as the one before."""
+    """Return whether a stage reads the same rows in the same shares as the stage before."""
     old, new = before.spec, after.spec
     if new.ramp or old.names != new.names:
         return False

@@ -18,7 +18,7 @@ counted together."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSeen:
-    """What one source has given before a step. Skipped steps count in `epochs` alone."""
+    """Counts of one source before a step. Skipped steps count in `epochs` only."""
 
     rows: int
     slots: int

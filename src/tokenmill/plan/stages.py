@@ -41,7 +41,7 @@ class Ramp:
     end: int
     """Steps, the last exclusive; a stage may be cut within."""
     weights: Weights
-    """Where they come from; where they go to is what the stage has."""
+    """Weights at the start; those at the end are the weights of the stage."""
 
     def describe(self) -> dict[str, Any]:
         """Return what decides the weights of its steps, as JSON."""
@@ -76,12 +76,12 @@ class StageSpec:
     number: int = 0
     """Index of the stage, from 0; its parts share it."""
     lr_scale: float = 1.0
-    """What the stage says of the learning rate; decides no batch."""
+    """Factor of the learning rate in the stage; it does not change a batch."""
     ramp: Ramp | None = None
     skipped: str | None = None
     """Why its steps are not trained on, if they are not. Their rows count as read."""
     drained: tuple[str, ...] | None = None
-    """Where it is the one step in which sources give the last rows that they have: their names."""
+    """Sources that give their last rows, for the one step in which they do."""
 
     def __post_init__(self) -> None:
         if self.on_change not in ON_CHANGE:
@@ -156,9 +156,9 @@ class Stage:
     repeats_from: Mapping[str, int]
     """Rows of a source that may be drawn before one is seen for the second time, counted as `carry` counts."""
     epochs_before: Mapping[str, Fraction]
-    """How often each source had been read when its rows last changed."""
+    """Epochs of each source when its rows last changed."""
     rest_epochs: Mapping[str, Fraction]
-    """How much of an epoch the rest of each source is."""
+    """Fraction of an epoch that the rest of each source is."""
     table: Int64Array
     keys: Uint64Array
     """For each source: the key of epochs that begin in this stage, and of the one under way before it."""
@@ -175,17 +175,17 @@ class Stage:
 
     @property
     def num_steps(self) -> int:
-        """How many steps the stage has."""
+        """Number of steps of the stage."""
         return self.end_step - self.spec.start_step
 
     @property
     def num_positions(self) -> int:
-        """How many rows all its batches have."""
+        """Number of rows of all its batches."""
         return self.num_steps * self.spec.global_batch_size
 
     @property
     def row_slots(self) -> int:
-        """How many input slots a row has in its batches: its sources share one shape."""
+        """Number of input slots of a row in its batches, whose sources share one shape."""
         return max(rows.row_slots for rows in self.rows.values())
 
     @property
@@ -200,7 +200,7 @@ class Stage:
 
     @cached_property
     def draws(self) -> dict[str, int]:
-        """How many rows the stage draws from each source."""
+        """Number of rows that the stage reads from each source."""
         return self.drawn(self.end_step)
 
     def drawn(self, step: int) -> dict[str, int]:
@@ -210,7 +210,7 @@ class Stage:
 
     @cached_property
     def description(self) -> Mapping[str, Any]:
-        """What decides its batches, after those before it, as JSON."""
+        """Description of its batches, given the stages before, as JSON."""
         return {
             **self.spec.describe(),
             "on_change": "restart" if self.restarted else "unseen",
