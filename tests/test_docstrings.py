@@ -21,7 +21,7 @@ METHODS = [
 
 
 def sections_of(text):
-    return re.findall(r"^(Args|Returns|Raises|Example):", text, re.MULTILINE)
+    return re.findall(r"^(Args|Returns|Raises|Examples):", text, re.MULTILINE)
 
 
 def explained(text, names):
@@ -40,14 +40,14 @@ def parameters_of(function):
 def test_every_public_name_has_an_example(name):
     text = inspect.getdoc(getattr(tm, name))
     assert doctest.DocTestParser().get_examples(text) != []
-    assert "Example" in sections_of(text)
+    assert "Examples" in sections_of(text)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not inspect.isclass(getattr(tm, name))])
 def test_every_function_explains_each_argument_its_result_and_its_errors(name):
     function = getattr(tm, name)
     text = inspect.getdoc(function)
-    assert sections_of(text) == ["Args", "Returns", "Raises", "Example"]
+    assert sections_of(text) == ["Args", "Returns", "Raises", "Examples"]
     assert explained(text, parameters_of(function)) == parameters_of(function)
 
 
@@ -68,7 +68,7 @@ def test_every_record_names_its_arguments(name):
     """Options and tables of a config lead to the page or the command that lists their keys."""
     text = inspect.getdoc(getattr(tm, name))
     assert "Raises" in sections_of(text)
-    lists_keys = re.search(r"^Args: .*(reference/config\.md|--help)", text, re.MULTILINE)
+    lists_keys = re.search(r"^The arguments are .*(reference/config\.md|--help)", text, re.MULTILINE)
     assert lists_keys or explained(text, parameters_of(getattr(tm, name)))
 
 

@@ -88,7 +88,7 @@ class TokenmillError(Exception):
     Args:
         args: The message: what is wrong, its value, and the way out.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> try:
         ...     tm.open_store("nowhere")
@@ -104,7 +104,7 @@ class TokenmillError(Exception):
 class ConfigError(TokenmillError, ValueError):
     """A config, recipe, option or argument is wrong. It is a ValueError as well.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> try:
         ...     tm.RunConfig(steps=10, global_batch_size=8, seq_len=-1)
@@ -135,7 +135,7 @@ class StoreError(TokenmillError, ValueError):
 
     Subclasses tell the cases apart, such as a missing, existing, busy or corrupt store: see `tokenmill.errors`.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> try:
         ...     tm.import_store("stores/demo", out="stores/copy")
@@ -176,7 +176,7 @@ class PlanError(TokenmillError, IndexError):
 class ResumeError(TokenmillError, ValueError):
     """A saved state belongs to another run, or is damaged. It is a ValueError as well.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> loader = tm.Run.from_toml("run.toml").loader()
         >>> loader.seek(66)

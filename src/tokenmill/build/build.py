@@ -196,7 +196,7 @@ def prepare(  # noqa: PLR0913 - the front door
         StoreExistsError: `out` was made with other options, or contains other content of the same file.
         StoreError: `out` cannot be written to.
 
-    Example:
+    Examples:
         >>> from tempfile import TemporaryDirectory
         >>> records = [{"text": "one"}, {"text": "two"}]
         >>> with TemporaryDirectory() as folder:

@@ -36,12 +36,12 @@ def _option(default: Any, group: str, help: str, *, metavar: str | None = None, 
 class PrepareOptions:
     """Options of `prepare` that are seldom changed. None leaves a choice to the recipe or the tokenizer.
 
-    Args: the options of `tokenmill prepare --help`, with underscores in their names.
+    The arguments are the options of `tokenmill prepare --help`, with underscores in their names.
 
     Raises:
         ConfigError: A value has the wrong type or is out of range.
 
-    Example:
+    Examples:
         >>> PrepareOptions(text_field="content", keep=("url",), min_chars=100).on_error
         'stop'
     """

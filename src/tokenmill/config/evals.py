@@ -85,12 +85,13 @@ class EvalSource:
 class EvalConfig:
     """A table of [[evals]]: documents to evaluate on. They are the same each time, each is read once, in order.
 
-    Args: the keys of [[evals]] in docs/reference/config.md. `name` is required, and `store`, `source` or `sources`.
+    The arguments are the keys of [[evals]] in docs/reference/config.md. `name` is required, and `store`,
+    `source` or `sources`.
 
     Raises:
         ConfigError: A value has the wrong type, is out of range, or contradicts another one.
 
-    Example:
+    Examples:
         >>> EvalConfig(name="held-out", source="web", documents="0:100").packing
         'best_fit'
     """

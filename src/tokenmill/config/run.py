@@ -86,12 +86,12 @@ IN_TOKENS = {"stages": ("start_tokens", "ramp_tokens"), "skip": ("tokens",), "qu
 class RunConfig:
     """The table [run] of a config: length, batch size, sequence length, order and packing.
 
-    Args: the keys of [run] in docs/reference/config.md. `global_batch_size` and `seq_len` are required.
+    The arguments are the keys of [run] in docs/reference/config.md. `global_batch_size` and `seq_len` are required.
 
     Raises:
         ConfigError: A value has the wrong type, is out of range, or contradicts another one.
 
-    Example:
+    Examples:
         >>> RunConfig(steps=1000, global_batch_size=64, seq_len=2048).packing
         'best_fit'
     """
@@ -212,12 +212,13 @@ class RunConfig:
 class SourceConfig:
     """A table of [[sources]]: a store, token files, or text, under a name.
 
-    Args: the keys of [[sources]] in docs/reference/config.md. `name` is required, and `store` or `documents`.
+    The arguments are the keys of [[sources]] in docs/reference/config.md. `name` is required, and `store`
+    or `documents`.
 
     Raises:
         ConfigError: A value has the wrong type, is out of range, or contradicts another one.
 
-    Example:
+    Examples:
         >>> SourceConfig(name="web", store="stores/web").store
         'stores/web'
     """
@@ -322,12 +323,12 @@ class Config:
 
     `Run.build` and `Run.from_tables` are shorter ways to a run.
 
-    Args: the tables of docs/reference/config.md. `run` and at least one of `sources` are required.
+    The arguments are the tables of docs/reference/config.md. `run` and at least one of `sources` are required.
 
     Raises:
         ConfigError: Two tables contradict each other, or a stage or edit is outside the run.
 
-    Example:
+    Examples:
         >>> run = RunConfig(steps=100, global_batch_size=8, seq_len=128)
         >>> config = Config(run=run, sources=(SourceConfig(name="demo", store="stores/demo"),))
         >>> config.steps, config.source_names

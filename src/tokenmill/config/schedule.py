@@ -143,13 +143,13 @@ def read_batch(where: str, value: BatchSize) -> int | BatchRamp:
 class StageConfig:
     """A table of [[stages]]: a range of steps with its own mixture or sizes. Omitted keys are those of [run].
 
-    Args: the keys of [[stages]] in docs/reference/config.md. `name` is required, and `start_step` or
+    The arguments are the keys of [[stages]] in docs/reference/config.md. `name` is required, and `start_step` or
         `start_tokens`.
 
     Raises:
         ConfigError: A value has the wrong type, is out of range, or contradicts another one.
 
-    Example:
+    Examples:
         >>> StageConfig(name="anneal", start_step=900, weights={"web": 3, "math": 1}).weights["math"]
         1
     """
@@ -444,12 +444,12 @@ def agreed(where: str, key: str, written: int | None, counted: int) -> int:
 class SkipConfig:
     """A table of [[skip]]: steps that are not trained on. Later steps keep their numbers and batches.
 
-    Args: the keys of [[skip]] in docs/reference/config.md. `steps` or `tokens` is required.
+    The arguments are the keys of [[skip]] in docs/reference/config.md. `steps` or `tokens` is required.
 
     Raises:
         ConfigError: The range is empty or cannot be read.
 
-    Example:
+    Examples:
         >>> SkipConfig(steps="1200:1240", reason="loss spike").range()
         (1200, 1240)
     """
@@ -495,13 +495,13 @@ class SkipConfig:
 class QuarantineConfig:
     """A table of [[quarantine]]: documents of a source, or all of it, that are removed from a step on.
 
-    Args: the keys of [[quarantine]] in docs/reference/config.md. `source` is required, and `from_step` or
+    The arguments are the keys of [[quarantine]] in docs/reference/config.md. `source` is required, and `from_step` or
         `from_tokens`.
 
     Raises:
         ConfigError: A value has the wrong type or is out of range, or both documents and a file are given.
 
-    Example:
+    Examples:
         >>> QuarantineConfig(source="web", from_step=500, documents=(17, 18)).whole
         False
     """

@@ -506,7 +506,7 @@ def open_tokenizer(
         TokenizerError: The tokenizer cannot be loaded.
         MissingExtraError: A library that it needs is not installed.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> tokenizer = tm.open_tokenizer("bytes")
         >>> tokenizer.decode(tokenizer.encode(["a mill"]).ids)

@@ -49,7 +49,7 @@ class Layout:
     Raises:
         ConfigError: A rank is not below the size of its group, or a choice is unknown.
 
-    Example:
+    Examples:
         >>> layout = Layout(dp=(1, 4), cp=(0, 2))
         >>> layout.columns(16)
         (slice(0, 4, None), slice(12, 16, None))

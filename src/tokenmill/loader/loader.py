@@ -79,7 +79,7 @@ class Loader:
     Raises:
         ConfigError: A batch of the plan does not divide by the ranks, or does not have such arrays.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> loader = tm.Run.from_toml("run.toml").loader(rank=0, world_size=2, micro_batch=4)
         >>> batch = next(iter(loader))
@@ -139,7 +139,7 @@ class Loader:
             ResumeError: Earlier batches of the plan are others. The loader keeps its plan.
             ConfigError: A batch of the plan does not divide by the ranks. The loader keeps its plan.
 
-        Example:
+        Examples:
             >>> import tokenmill as tm
             >>> loader = tm.Run.from_toml("run.toml").loader()
             >>> loader.replan(tm.Run.from_toml("run.toml").plan())
@@ -316,7 +316,7 @@ class Loader:
 
         For live text, the state has the lanes of this rank; `merge_states` joins the states of all ranks.
 
-        Example:
+        Examples:
             >>> import tokenmill as tm
             >>> run = tm.Run.from_toml("run.toml")
             >>> loader = run.loader(micro_batch=8)

@@ -88,7 +88,7 @@ class Plan:
     Raises:
         PlanError: A step, source or document is outside the plan; raised by its methods.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> plan = tm.Run.from_toml("run.toml").plan()
         >>> plan.steps, plan.tokens_seen(10).slots

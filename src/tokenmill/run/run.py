@@ -60,7 +60,7 @@ class Run:
     Raises:
         ConfigError: The config is not a `Config`, or its epochs cannot be counted.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> run = tm.Run.from_toml("run.toml")
         >>> run.plan().steps
@@ -141,7 +141,7 @@ class Run:
         Raises:
             ConfigError: The file does not exist, or a key or value is wrong.
 
-        Example:
+        Examples:
             >>> import tokenmill as tm
             >>> tm.Run.from_toml("run.toml").config.source_names
             ('demo',)
@@ -176,7 +176,7 @@ class Run:
         Raises:
             ConfigError: A key or value is wrong.
 
-        Example:
+        Examples:
             >>> run = {"steps": 100, "global_batch_size": 8, "seq_len": 128}
             >>> sources = [{"name": "web", "store": "stores/web"}]
             >>> Run.from_tables({"run": run, "sources": sources})
@@ -242,7 +242,7 @@ class Run:
             ConfigError: A value is invalid, or two of them contradict each other.
             StoreError: A store cannot be opened.
 
-        Example:
+        Examples:
             >>> Run.build("stores/web", seq_len=2048, global_batch_size=64, steps=1000).config.source_names
             ('web',)
         """
@@ -341,7 +341,7 @@ class Run:
         Raises:
             PlanError: The run has no such step, or skips it.
 
-        Example:
+        Examples:
             >>> import tokenmill as tm
             >>> row = tm.Run.from_toml("run.toml").what(5)[4]
             >>> row.spans[0].document, str(row.spans[0].origin)
@@ -429,7 +429,7 @@ class Run:
         Raises:
             ConfigError: `other` is not a run.
 
-        Example:
+        Examples:
             >>> import tokenmill as tm
             >>> run = tm.Run.from_toml("run.toml")
             >>> longer = tm.Run.build("stores/demo", seq_len=128, global_batch_size=8, steps=200)
@@ -487,7 +487,7 @@ class Run:
             ConfigError: A file exists, or batches before the step would differ. Nothing is written.
             PlanError: The run has no such step.
 
-        Example:
+        Examples:
             >>> import tokenmill as tm
             >>> forked = tm.Run.from_toml("run.toml").fork(at=66, to="ablation.toml")
             >>> forked.config.name, forked.step
@@ -534,7 +534,7 @@ class Run:
             ConfigError: The batch does not divide by the ranks, or an argument is wrong.
             StoreError: A store cannot be opened.
 
-        Example:
+        Examples:
             >>> import tokenmill as tm
             >>> loader = tm.Run.from_toml("run.toml").loader(rank=1, world_size=2, micro_batch=4)
             >>> loader[131]["labels"].shape

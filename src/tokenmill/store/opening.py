@@ -58,7 +58,7 @@ def open_store(  # noqa: PLR0913 - what files of others do not say of themselves
         StoreError: The store cannot be read, or an argument contradicts its manifest.
         ConfigError: An argument is wrong.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> tm.open_store("stores/demo")
         <Store stores/demo: seq, 324 documents, 134,693 tokens, 1 shards, sequence uint16>

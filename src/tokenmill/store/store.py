@@ -53,7 +53,7 @@ class Store(Records):
     Raises:
         StoreError: A file is missing or damaged; raised when it is read.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> store = tm.open_store("stores/demo")
         >>> len(store), store.num_tokens

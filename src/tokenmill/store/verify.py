@@ -96,7 +96,7 @@ def verify(
         StoreMissingError: There is no store at the path.
         StoreError: Something is wrong. The message names the file; with several problems it has one line for each.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> report = tm.verify("stores/demo")
         >>> report.documents, report.checked

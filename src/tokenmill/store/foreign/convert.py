@@ -78,7 +78,7 @@ def import_store(
         StoreExistsError: There is a finished store at `out`.
         ConfigError: An argument is wrong.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> written = tm.export_store("stores/demo", out="export/megatron", format="megatron")
         >>> tm.import_store("export/megatron", out="stores/again").documents

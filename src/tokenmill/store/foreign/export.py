@@ -113,7 +113,7 @@ def export_store(
         StoreExistsError: `out` has files.
         StoreError: The format cannot hold the store, or the files differ from it. Nothing is kept.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> tm.export_store("stores/demo", out="export/npy", format="npy").tokens
         134693

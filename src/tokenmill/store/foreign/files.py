@@ -103,7 +103,7 @@ def detect_format(path: str | os.PathLike[str]) -> str:
     Raises:
         StoreError: Nothing is there, or the format is unknown. The message lists the files.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> tm.detect_format("stores/demo")
         'tokenmill'

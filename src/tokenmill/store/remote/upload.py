@@ -71,7 +71,7 @@ def upload(
         StoreExistsError: There is another store at the address. It is not overwritten.
         StoreError: The store is damaged, or object storage cannot be reached.
 
-    Example:
+    Examples:
         >>> import tokenmill as tm
         >>> from pathlib import Path
         >>> report = tm.upload("stores/demo", f"file://{Path.cwd()}/remote/demo")
