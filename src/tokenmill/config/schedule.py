@@ -144,7 +144,7 @@ class StageConfig:
     """A table of [[stages]]: a range of steps with its own mixture or sizes. Omitted keys are those of [run].
 
     The arguments are the keys of [[stages]] in docs/reference/config.md. `name` is required, and `start_step` or
-        `start_tokens`.
+    `start_tokens`.
 
     Raises:
         ConfigError: A value has the wrong type, is out of range, or contradicts another one.
@@ -495,8 +495,8 @@ class SkipConfig:
 class QuarantineConfig:
     """A table of [[quarantine]]: documents of a source, or all of it, that are removed from a step on.
 
-    The arguments are the keys of [[quarantine]] in docs/reference/config.md. `source` is required, and `from_step` or
-        `from_tokens`.
+    The arguments are the keys of [[quarantine]] in docs/reference/config.md. `source` is required, and `from_step`
+    or `from_tokens`.
 
     Raises:
         ConfigError: A value has the wrong type or is out of range, or both documents and a file are given.
