@@ -97,7 +97,7 @@ class RemoteOptions:
     deadline: float = 120.0
     """Seconds after which a range that could not be read ends the run."""
     verify_pages: bool = True
-    """Whether every page is proven by its checksum, where a store has them."""
+    """Whether every page is verified by its checksum."""
 
     def __post_init__(self) -> None:
         for name in ("horizon_bytes", "concurrency", "deadline"):

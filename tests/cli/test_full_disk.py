@@ -50,7 +50,6 @@ def commands(big, disk, run):
     exports = ("npy", "astrai-h5", "hf")
     return [
         (["verify", "--add-hashes", small], 4096),
-        (["verify", "--add-page-sums", small], 0),
         (["import", big.parent / "big.npy", "--out", disk / "imported"], 8192),
         (["import", big.parent / "big.npy", "--out", disk / "imported"], 0),
         *(

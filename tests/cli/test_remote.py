@@ -72,12 +72,10 @@ def test_counters_are_printed_as_json(both):
     assert lines[-1]["waited"] >= 0
 
 
-def test_verify_reads_every_byte_adds_page_sums_and_names_what_is_broken(both):
+def test_verify_reads_every_byte_and_names_what_is_broken(both):
     _, address, _, _ = both
-    assert json.loads(run("verify", address, "--json", "--add-page-sums"))["ok"]
     client = Client(parse_address(address))
     assert [item.name for item in client.list(".sums")] == [".sums/shard-00000.bin"]
-    assert json.loads(client.get("manifest.json"))["page_sums"]
     assert json.loads(run("verify", address, "--json"))["ok"]
     for _ in range(2):  # the second time there is a copy on this machine, which does not count
         sums = client.get(".sums/shard-00000.bin")
@@ -85,8 +83,7 @@ def test_verify_reads_every_byte_adds_page_sums_and_names_what_is_broken(both):
         done = CliRunner().invoke(app, ["verify", address, "--json"])
         (problem,) = json.loads(done.stdout)["problems"]
         assert "/.sums/shard-00000.bin: page sums not found" in problem
-        assert json.loads(run("verify", address, "--json", "--add-page-sums"))["ok"]
-        assert client.get(".sums/shard-00000.bin") == sums
+        client.put(".sums/shard-00000.bin", sums)
     name = "shard-00000/sequence.bin"
     body = bytearray(client.get(name))
     body[-1] ^= 1

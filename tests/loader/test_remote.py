@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,8 +15,7 @@ from tests.object_server import BUCKET, OPEN_BUCKET, ObjectServer
 from tokenmill.config.run import parse_config
 from tokenmill.errors import StoreCorruptError, StoreUnreachableError
 from tokenmill.run.run import Run
-from tokenmill.store import StoreSpec, StoreWriter, read_manifest, verify
-from tokenmill.store.layout import MANIFEST, manifest_bytes
+from tokenmill.store import StoreSpec, StoreWriter
 from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.remote.fetch import Network, read_counters
 from tokenmill.store.remote.upload import upload
@@ -81,14 +79,12 @@ def make_both(make_store, tmp_path, object_server):
     """Make a run over two local stores, and the same run over their copies in object storage."""
     names = {}
 
-    def make(*, packing="best_fit", steps=24, edge=16, edits="", endpoint=None, remote="", sums=False, **sizes):
+    def make(*, packing="best_fit", steps=24, edge=16, edits="", endpoint=None, remote="", **sizes):
         rng = np.random.default_rng(0)
         for name, count in (("web", 300), ("books", 120)):
             if name not in names:
                 lengths = [int(n) for n in rng.integers(0, 200, count)]
                 path, _, _ = make_store(name, lengths, **{"max_tokens_per_shard": 9000, "add_bos": True, **sizes})
-                if sums:
-                    verify(path, add_page_sums=True)
                 names[name] = put_store(object_server, path, f"{tmp_path.name}/{name}")
         more = 'on_long = "truncate_end"' if packing == "padded" else ""
         values = {"more": more, "packing": packing, "steps": steps, "edge": edge, "edits": edits}
@@ -129,7 +125,6 @@ def test_batches_are_those_of_a_local_copy(make_both, packing):
 def test_batches_of_other_clouds_are_those_of_a_local_copy(make_store, tmp_path, object_server, request, scheme):
     """[N1.a] As gs:// no more than reading: the server of these tests takes no writing signed as Google has it."""
     path, *_ = make_store("web", [int(n) for n in np.random.default_rng(0).integers(0, 200, 100)])
-    verify(path, add_page_sums=True)
     if scheme == "az":
         place = f"az://{BUCKET}/web?endpoint={request.getfixturevalue('azure')}"
         upload(path, place)
@@ -299,7 +294,7 @@ def test_a_first_batch_waits_for_three_round_trips_whatever_the_stores(make_both
     """Manifests and what page sums there are; offsets and page sums; ranges."""
     faults = Faults(latency=0.3)
     with fault_proxy(object_server.endpoint, faults) as endpoint:
-        _, away = make_both(endpoint=endpoint, sums=True, remote=f'mirror = "{tmp_path}/new"\nlimit_bytes = 0')
+        _, away = make_both(endpoint=endpoint, remote=f'mirror = "{tmp_path}/new"\nlimit_bytes = 0')
         next(iter(away.loader(micro_batch=4)))
     assert faults.rounds == 3
 
@@ -339,7 +334,7 @@ def test_flipped_bits_are_fetched_again_where_a_store_has_page_sums(make_both, o
     """[N1.c, N1.d]"""
     faults = Faults(flipped=0.3, only="sequence.bin")
     with fault_proxy(object_server.endpoint, faults) as endpoint:
-        local, away = make_both(endpoint=endpoint, sums=True)
+        local, away = make_both(endpoint=endpoint)
         found, loader = digests(away)
     assert found == digests(local)[0]
     assert loader.network.counters.corrupt == len(faults.changed) > 0
@@ -347,7 +342,7 @@ def test_flipped_bits_are_fetched_again_where_a_store_has_page_sums(make_both, o
 
 def test_a_page_that_stays_wrong_is_named(make_both, object_server, tmp_path):
     """[N1.d]"""
-    _, away = make_both(sums=True)
+    _, away = make_both()
     client = Client(parse_address(object_server.address(f"{tmp_path.name}/web")))
     name = "shard-00001/sequence.bin"
     body = bytearray(client.get(name))
@@ -357,52 +352,32 @@ def test_a_page_that_stays_wrong_is_named(make_both, object_server, tmp_path):
         digests(away)
 
 
-def test_a_store_without_page_sums_works_and_says_so(make_both, caplog):
-    local, away = make_both()
-    assert digests(away)[0] == digests(local)[0]
-    assert sum("has no page sums" in line for line in caplog.messages) == 2  # once a store
-
-
 @pytest.mark.parametrize("empty", ["a shard", "all"])
-def test_page_sums_that_a_manifest_promises_and_no_listing_has_end_the_run(
-    make_both, object_server, tmp_path, empty
-):
+def test_page_sums_that_no_listing_has_end_the_run(make_both, object_server, tmp_path, empty):
     """[N1.d] What a server leaves out of a listing does not turn verification off."""
-    _, away = make_both(sums=True)
+    _, away = make_both()
     client = Client(parse_address(object_server.address(f"{tmp_path.name}/web")))
     for item in client.list(".sums"):
         if empty == "all" or item.name.endswith("1.bin"):
             client.delete(item.name)
     with pytest.raises(
         StoreCorruptError,
-        match=r"web/\.sums/shard-0000[01]\.bin: page sums not found, although .* verify --add-page-sums",
+        match=r"web/\.sums/shard-0000[01]\.bin: page sums not found; copy .* verify_pages = false",
     ):
         digests(away)
-    verify(object_server.address(f"{tmp_path.name}/web"), add_page_sums=True)
-    assert digests(Run.from_toml(tmp_path / "away.toml"))[0] == digests(Run.from_toml(tmp_path / "local.toml"))[0]
 
 
 def test_page_sums_may_be_left_unread(make_both, object_server, tmp_path):
-    local, away = make_both(sums=True, remote="verify_pages = false")
+    local, away = make_both(remote="verify_pages = false")
     Client(parse_address(object_server.address(f"{tmp_path.name}/web"))).delete(".sums/shard-00001.bin")
     assert digests(away)[0] == digests(local)[0]
-
-
-def test_a_shard_without_page_sums_is_named(make_both, object_server, tmp_path, caplog):
-    local, away = make_both(sums=True)
-    client = Client(parse_address(object_server.address(f"{tmp_path.name}/web")))
-    client.delete(".sums/shard-00001.bin")
-    client.put(MANIFEST, manifest_bytes(replace(read_manifest(tmp_path / "web"), page_sums=False)))
-    assert digests(away)[0] == digests(local)[0]
-    (line,) = [line for line in caplog.messages if "has no page sums" in line]
-    assert f"{tmp_path.name}/web/shard-00001: has no page sums" in line
 
 
 def test_with_page_sums_whole_pages_are_read_and_no_more(make_both, object_server):
     """[N1.b]"""
     faults = Faults(only="sequence.bin")
     with fault_proxy(object_server.endpoint, faults) as endpoint:
-        _, away = make_both(packing="concat", endpoint=endpoint, steps=8, edge=7, sums=True)
+        _, away = make_both(packing="concat", endpoint=endpoint, steps=8, edge=7)
         digests(away, threads=0)
         plan = away.plan()
         needed = 0

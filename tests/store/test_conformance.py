@@ -170,8 +170,9 @@ def test_both_ways_to_keep_a_store_have_one_fingerprint(tmp_path, case, shapes, 
     records = make_records(case, shapes, 1)
     found = [open_store(write(tmp_path / s, case, records, storage=s, size=size)) for s in STORAGES]
     assert found[0].fingerprint == found[1].fingerprint
+    names = [name for shard in found[0].manifest.shards[:1] for name in shard.files]
     shards = [
-        [(shard.documents, shard.tokens, shard.axes, {n: f.xxh3 for n, f in shard.files.items()}) for shard in m]
+        [(shard.documents, shard.tokens, shard.axes, {n: shard.files[n].xxh3 for n in names}) for shard in m]
         for m in (store.manifest.shards for store in found)
     ]
     assert shards[0] == shards[1]
@@ -228,10 +229,10 @@ def test_a_store_is_replaced_by_one_kept_in_either_way(tmp_path, storage):
 @pytest.mark.parametrize("content", [b"", b"notes", b"\x89HDF\r\n\x1a\n and measurements of years"])
 def test_a_file_with_the_name_of_a_shard_but_another_content_is_not_deleted(tmp_path, content):
     """[C1.d]"""
-    (tmp_path / "shard-00000.h5").write_bytes(content)
-    with pytest.raises(StoreError, match=r"shard-00000\.h5: a file of this name must be a shard, got another's"):
+    (tmp_path / "shard-00000").write_bytes(content)
+    with pytest.raises(StoreError, match=r"shard-00000: a file with the name of a shard"):
         StoreWriter(tmp_path, spec_of("dpo", storage="h5"))
-    assert (tmp_path / "shard-00000.h5").read_bytes() == content
+    assert (tmp_path / "shard-00000").read_bytes() == content
 
 
 # What is damaged or forged.
@@ -330,11 +331,9 @@ def test_a_damaged_file_gives_an_error_and_no_wrong_record(copied, case, storage
     path = copied(case, storage)
     manifest = read_manifest(path)
     axis = {"dpo": "rejected", "grpo": "responses"}[case]
-    info = manifest.shards[0].files[f"{axis}-index.bin"]
-    file = path / manifest.shards[0].name
-    file = file if storage == "h5" else file / f"{axis}-index.bin"
+    file = path / manifest.shards[0].name / f"{axis}-index.bin"
     data = bytearray(file.read_bytes())
-    data[info.begin + 8 : info.begin + 16] = (10**6).to_bytes(8, "little")
+    data[8:16] = (10**6).to_bytes(8, "little")
     file.write_bytes(data)
     key = {"dpo": "rejected", "grpo": "responses"}[case]
     with pytest.raises(StoreCorruptError, match="checksum must be"):
@@ -347,11 +346,11 @@ def test_a_file_that_is_a_link_is_refused_but_a_link_to_the_store_is_not(copied,
     (tmp_path / "link").symlink_to(path)
     assert verify(tmp_path / "link").documents == 3
     assert open_store(tmp_path / "link").fetch_record(0, "chosen").size == 3
-    (path / "shard-00001.h5").rename(tmp_path / "moved")
-    (path / "shard-00001.h5").symlink_to(tmp_path / "moved")
-    with pytest.raises(StoreCorruptError, match=r"shard-00001\.h5"):
+    (path / "shard-00001").rename(tmp_path / "moved")
+    (path / "shard-00001").symlink_to(tmp_path / "moved")
+    with pytest.raises(StoreCorruptError, match=r"shard-00001"):
         verify(path)
-    with pytest.raises(StoreCorruptError, match=r"shard-00001\.h5: must be a plain file, got a link"):
+    with pytest.raises(StoreCorruptError, match=r"shard-00001: must be a folder of the store, got a link"):
         open_store(path).fetch_record(1, "chosen")
 
 
@@ -391,42 +390,23 @@ FORGERIES = {
         body.update(tokens=body["tokens"] + 1),
     ),
     "a file less": first_shard(lambda shard: shard["files"].pop(next(iter(shard["files"])))),
-    "a file more": first_shard(
-        lambda shard: shard["files"].update({"x.bin": {"bytes": 0, "xxh3": "", "begin": 0}})
-    ),
+    "a file more": first_shard(lambda shard: shard["files"].update({"x.bin": {"bytes": 0, "xxh3": ""}})),
     "another size": first_file(lambda file: file.update(bytes=file["bytes"] + 1)),
-    "begins at a word": first_file(lambda file: file.update(begin="0")),
-    "begins before the file": first_file(lambda file: file.update(begin=-8)),
-    "begins behind the file": first_file(lambda file: file.update(begin=10**9)),
-    "begins at half a byte": first_file(lambda file: file.update(begin=0.5)),
     "another kind": lambda body: body.update(kind="seq"),
     "an array less": lambda body: body["keys"].pop(next(iter(body["keys"]))),
     "ids that are floats": lambda body: body["keys"].update(dict.fromkeys(body["keys"], "<f4")),
-    "a container that is no table": first_shard(lambda shard: shard.update(container=7)),
-    "a container without a size": first_shard(lambda shard: shard.update(container={"xxh3": "0" * 32})),
-}
-ONLY_H5 = {
-    "a begin is missing": first_file(lambda file: file.pop("begin")),
-    "an end behind the file": lambda body: next(iter(body["shards"][0]["files"].values())).update(
-        begin=body["shards"][0]["container"]["bytes"] - 1
-    ),
-    "a container too small": first_shard(lambda shard: shard["container"].update(bytes=16)),
-    "a negative container": first_shard(lambda shard: shard["container"].update(bytes=-1)),
-    "no container": first_shard(lambda shard: shard.pop("container")),
 }
 
 
-@pytest.mark.parametrize(
-    ("storage", "forgery"),
-    [*((storage, name) for storage in STORAGES for name in FORGERIES), *(("h5", name) for name in ONLY_H5)],
-)
+@pytest.mark.parametrize("forgery", FORGERIES)
+@every_store
 @pytest.mark.parametrize("case", ["dpo", "grpo"])
 def test_a_forged_manifest_is_refused_before_anything_is_mapped(copied, edit_manifest, case, storage, forgery):
     """[S.d, S.e] Its checksum is right, and the shards are gone: a look at one would give another error."""
     path = copied(case, storage)
     for shard in path.glob("shard-*"):
         shutil.rmtree(shard) if shard.is_dir() else shard.unlink()
-    edit_manifest(path, (FORGERIES | ONLY_H5)[forgery])
+    edit_manifest(path, FORGERIES[forgery])
     with pytest.raises(StoreCorruptError, match=r"manifest\.json: .*, got .*; copy the store again"):
         open_store(path)
 
@@ -448,28 +428,37 @@ def test_responses_that_no_group_cuts_are_refused(copied, edit_manifest):
 
 
 @pytest.mark.parametrize("size", [10**7, 2**40])
-def test_a_container_that_is_said_to_be_larger_is_refused_before_it_is_mapped(copied, edit_manifest, size):
+def test_an_hdf5_file_of_another_size_is_found(copied, edit_manifest, size):
     """[S.e]"""
     path = copied("dpo", "h5")
-    edit_manifest(path, first_shard(lambda shard: shard["container"].update(bytes=size)))
-    for read in (verify, lambda p: open_store(p).fetch_record(0)):
-        with pytest.raises(StoreCorruptError, match=rf"shard-00000\.h5: must have {size} bytes, got \d+"):
-            read(path)
+    edit_manifest(path, first_shard(lambda shard: shard["files"]["arrays.h5"].update(bytes=size)))
+    with pytest.raises(StoreCorruptError, match=rf"shard-00000/arrays\.h5: must have {size} bytes, got \d+"):
+        verify(path)
 
 
-def test_an_array_that_is_said_to_begin_elsewhere_is_found(copied, edit_manifest):
+def test_a_flipped_byte_of_an_hdf5_file_is_found(copied):
     """[S.f]"""
     path = copied("dpo", "h5")
-    edit_manifest(path, first_file(lambda file: file.update(begin=file["begin"] + 2)))
-    with pytest.raises(StoreCorruptError, match=r"shard-00000\.h5: checksum must be"):
+    file = path / "shard-00000" / "arrays.h5"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(StoreCorruptError, match=r"shard-00000/arrays\.h5: checksum must be"):
         verify(path)
+
+
+def test_a_store_with_hdf5_shards_of_an_earlier_tokenmill_names_the_way_out(copied, edit_manifest):
+    path = copied("dpo", "h5")
+    edit_manifest(path, first_shard(lambda shard: shard.update(container={"bytes": 9, "xxh3": "0" * 32})))
+    with pytest.raises(StoreError, match=r"HDF5 shards of an earlier tokenmill; prepare the store again"):
+        open_store(path)
 
 
 def test_a_version_that_does_not_fit_is_found(copied, edit_manifest):
     """[S.f]"""
     path = copied("dpo", "bin")
     edit_manifest(path, lambda body: body.update(version=1))
-    with pytest.raises(StoreCorruptError, match=r"manifest\.json: must be as tokenmill writes it"):
+    with pytest.raises(StoreCorruptError, match=r"manifest\.json: not formatted as tokenmill writes it"):
         verify(path)
 
 
@@ -485,28 +474,28 @@ def test_the_oldest_version_that_can_say_it_is_written(whole, case, storage):
 
 @every_kind
 def test_plain_h5py_finds_a_group_for_each_array_with_its_values(whole, case):
-    """The layout that AstrAI reads: <array>/data_0, and no other group, which it would take for an array."""
+    """The layout of AstrAI: a dataset per record of pairs, else one per shard, and no other group."""
     records = make_records(case, SHAPES, 5)
     values, _ = columns_of(case, records)
-    files = [h5py.File(file, "r") for file in sorted(whole(case, "h5").glob("shard-*.h5"))]
+    path = whole(case, "h5")
+    files = [h5py.File(file, "r") for file in sorted(path.glob("shard-*/arrays.h5"))]
+    shards = read_manifest(path).shards
     for key, array in values.items():
-        assert [list(file[key]) for file in files] == [["data_0"]] * len(files)
-        found = np.concatenate([file[key]["data_0"][:] for file in files])
-        assert same(found, array)
+        counts = [shard.documents if case == "dpo" else 1 for shard in shards]
+        assert [len(file[key]) for file in files] == counts
+        found = [file[key][f"data_{n}"][:] for file, count in zip(files, counts, strict=True) for n in range(count)]
+        assert np.array_equal(np.concatenate(found), array)
+        kinds = {"loss_mask": "b", "chosen_mask": "b", "rejected_mask": "b", "masks": "b"}
+        assert {part.dtype.kind for part in found} == {kinds.get(key, array.dtype.kind)} or array.dtype == "<u4"
+        if case == "dpo":
+            assert [part.tolist() for part in found] == [record[key].tolist() for record in records]
     assert [sorted(file) for file in files] == [sorted(values)] * len(files)
     for file in files:
         file.close()
 
 
 def test_reading_needs_no_h5py(whole, monkeypatch):
-    """Nor do the places in the manifest differ from those that HDF5 itself says."""
     path = whole("grpo", "h5")
-    for shard in read_manifest(path).shards:
-        with h5py.File(path / shard.name, "r") as file:
-            for key in KEYS["grpo"]:
-                place = file[key]["data_0"].id.get_offset()
-                assert shard.files[f"{key}.bin"].begin == (place or 0)
-                assert shard.files[f"{key}.bin"].begin % 64 == 0
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     assert open_store(path).fetch_record(0, "prompts").size == 3
     assert verify(path).documents == 3
@@ -566,7 +555,7 @@ def plain(record):
     ("name", "records", "fingerprint"),
     [
         ("v2-dpo", GOLDEN_DPO, "1d76c32a629e2b19494b9a30bc635771"),
-        ("v2-h5", GOLDEN_GRPO, "dfdc92840730e89d0ec8cc0424bb9ad4"),
+        ("v2-grpo", GOLDEN_GRPO, "dfdc92840730e89d0ec8cc0424bb9ad4"),
     ],
 )
 def test_golden_stores_of_version_2_read_back_to_the_listed_values(name, records, fingerprint):
@@ -602,28 +591,10 @@ def test_golden_files_of_pairs_are_the_bytes_of_the_specification():
     assert (second / "rejected-index.bin").read_bytes() == np.array([0, 0], "<u8").tobytes()
 
 
-def test_golden_h5_files_are_read_by_their_places():
-    """A reader written from docs/reference/store-format.md alone: bytes at the places that the manifest gives."""
-    body = json.loads((GOLDEN / "v2-h5" / "manifest.json").read_bytes())
-    shard = body["shards"][0]
-    assert shard["axes"] == {"prompts": [2, 3], "responses": [2, 2], "groups": [2, 2]}
-    data = (GOLDEN / "v2-h5" / shard["name"]).read_bytes()
-    assert len(data) == shard["container"]["bytes"]
-
-    def part(name):
-        file = shard["files"][name]
-        return data[file["begin"] : file["begin"] + file["bytes"]]
-
-    assert np.frombuffer(part("prompts.bin"), "<u2").tolist() == [256, 72, 256]
-    assert np.frombuffer(part("rewards.bin"), "<f4").tolist() == [1.0, -0.5]
-    assert np.frombuffer(part("groups-index.bin")[:24], "<u8").tolist() == [0, 2, 2]
-    assert np.frombuffer(part("responses-index.bin")[:24], "<u8").tolist() == [0, 2, 2]
-
-
 def golden_records(name):
-    case = {"v2-dpo": "dpo", "v2-h5": "grpo"}[name]
+    case = {"v2-dpo": "dpo", "v2-grpo": "grpo"}[name]
     records = []
-    for record in {"v2-dpo": GOLDEN_DPO, "v2-h5": GOLDEN_GRPO}[name]:
+    for record in {"v2-dpo": GOLDEN_DPO, "v2-grpo": GOLDEN_GRPO}[name]:
         made = {}
         for key, dtype in KEYS[case].items():
             value = record[key]
@@ -634,18 +605,16 @@ def golden_records(name):
 
 def write_golden(path, name):
     case, records = golden_records(name)
-    spec = replace(spec_of(case, size=9, storage="h5" if name == "v2-h5" else "bin"), recipe={"name": case})
+    spec = replace(spec_of(case, size=9), recipe={"name": case})
     with StoreWriter(path, spec) as writer:
         writer.append(*columns_of(case, records))
         writer.commit(inputs=[{"name": f"{case}.jsonl", "documents": 3}])
     return path
 
 
-@pytest.mark.parametrize("name", ["v2-dpo", "v2-h5"])
+@pytest.mark.parametrize("name", ["v2-dpo", "v2-grpo"])
 def test_writing_the_golden_stores_again_gives_the_same(tmp_path, name):
-    """The same bytes; of HDF5 files, whose library may lay out its own part anew, the same arrays."""
     write_golden(tmp_path / name, name)
     shutil.rmtree(tmp_path / name / ".hashes")  # which stores have had since
     assert read_manifest(tmp_path / name).fingerprint == read_manifest(GOLDEN / name).fingerprint
-    if name == "v2-dpo":
-        assert files_of(tmp_path / name) == files_of(GOLDEN / name)
+    assert files_of(tmp_path / name) == files_of(GOLDEN / name)

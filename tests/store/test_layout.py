@@ -472,7 +472,7 @@ def test_opening_a_hostile_store_runs_nothing(small_store, edit_manifest):
     )
     assert open_store(small_store).num_tokens == 3
     assert not planted.exists()
-    assert sorted(os.listdir(small_store)) == [".hashes", "manifest.json", "shard-00000"]
+    assert sorted(os.listdir(small_store)) == [".hashes", ".sums", "manifest.json", "shard-00000"]
 
 
 @pytest.mark.parametrize(

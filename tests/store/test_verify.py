@@ -45,8 +45,8 @@ def test_all_that_is_wrong_is_told_at_once_and_each_file_once(golden):
     report = check_store(golden)
     assert [str(problem).split(": ")[0].removeprefix(f"{golden}/") for problem in report.problems] == [
         "shard-00007",
-        "shard-00000/sequence.bin",
         "shard-00000/documents.bin",
+        "shard-00000/sequence.bin",
         "shard-00001/sequence.bin",
     ]
     assert (report.documents, report.tokens) == (4, 15)
@@ -188,9 +188,7 @@ def test_a_file_of_another_store_is_found(make_store):
 def test_a_shard_that_is_not_listed_is_found(golden):
     """[S.f]"""
     shutil.copytree(golden / "shard-00000", golden / "shard-00002")
-    with pytest.raises(
-        StoreCorruptError, match=r"shard-00002: must be listed in manifest\.json, got a stranger; if"
-    ):
+    with pytest.raises(StoreCorruptError, match=r"shard-00002: not listed in manifest\.json; if"):
         verify(golden)
 
 
@@ -212,7 +210,7 @@ def test_an_edited_manifest_is_found_even_when_only_its_white_space_changed(gold
     """[S.f]"""
     file = golden / "manifest.json"
     file.write_bytes(file.read_bytes().replace(b'"kind": "seq"', b'"kind":  "seq"'))
-    with pytest.raises(StoreCorruptError, match=r"manifest\.json: must be as tokenmill writes it"):
+    with pytest.raises(StoreCorruptError, match=r"manifest\.json: not formatted as tokenmill writes it"):
         verify(golden)
 
 
@@ -285,7 +283,7 @@ def test_a_store_of_several_megabytes_is_verified_in_blocks(make_store):
     report = verify(path, progress=seen.append)
     assert report.tokens == tokens.size == 5_000_017
     assert max(seen) <= 1 << 24
-    assert len(seen) == 3
+    assert len(seen) == 5
     file = path / "shard-00000" / "sequence.bin"
     with file.open("r+b") as handle:
         handle.seek(-1, os.SEEK_END)

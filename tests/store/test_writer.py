@@ -201,6 +201,7 @@ def test_a_finished_store_is_replaced_only_when_asked(tmp_path):
     assert open_store(tmp_path / "web").fetch(0, 1, "sequence").tolist() == [9]
     assert sorted(files_of(tmp_path / "web")) == [
         ".hashes/00000.bin",
+        ".sums/shard-00000.bin",
         "manifest.json",
         "shard-00000/documents.bin",
         "shard-00000/sequence.bin",
@@ -366,7 +367,7 @@ def test_a_folder_with_the_name_of_a_shard_but_other_content_is_not_deleted(tmp_
     """[C1.d]"""
     (tmp_path / "shard-00000").mkdir()
     (tmp_path / "shard-00000" / "thesis.txt").write_text("years of work")
-    with pytest.raises(StoreError, match=r"shard-00000: .*got thesis\.txt; choose another path"):
+    with pytest.raises(StoreError, match=r"shard-00000: unknown file .*: thesis\.txt; choose another path"):
         StoreWriter(tmp_path, spec_of())
     assert (tmp_path / "shard-00000" / "thesis.txt").read_text() == "years of work"
 

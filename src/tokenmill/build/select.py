@@ -264,7 +264,7 @@ def domain_name(value: object) -> str | None:
         return None
     name = str(value)
     plain = re.sub(r"[^A-Za-z0-9_-]", "_", name[:1]) + re.sub(r"[^A-Za-z0-9._-]", "_", name[1:64])
-    if plain == name and not re.fullmatch(r"shard-[0-9]{5,}(\.h5)?|manifest\.json", name):
+    if plain == name and not re.fullmatch(r"shard-[0-9]{5,}|manifest\.json", name):
         return name
     return f"{plain}-{xxhash.xxh3_64_hexdigest(name.encode(errors='surrogatepass'))[:8]}"
 

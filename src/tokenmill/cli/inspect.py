@@ -217,10 +217,6 @@ def _show_examples(console: Console, examples: list[Example]) -> None:
 
 def verify(
     stores: Annotated[list[str], typer.Argument(metavar="STORE", help="Folders or addresses of stores")],
-    add_page_sums: Annotated[
-        bool,
-        typer.Option("--add-page-sums", help="Write page checksums next to intact shards"),
-    ] = False,
     json: ui.AsJson = False,
     add_hashes: Annotated[
         bool, typer.Option("--add-hashes", help="Write document hashes to stores without them")
@@ -253,7 +249,7 @@ def verify(
 
         reports = []
         for place in places:
-            reports.append(check_store(place, progress=advance, options=options, add_page_sums=add_page_sums))
+            reports.append(check_store(place, progress=advance, options=options))
             if add_hashes and not reports[-1].problems:
                 write_hashes(open_store(place))
             if not json and not reports[-1].problems:
@@ -272,12 +268,12 @@ def verify(
 def _num_bytes(store: Path | str, options: ForeignOptions) -> int:
     """Return how much there is to read; nothing of what cannot be opened."""
     from tokenmill.store import open_store
+    from tokenmill.store.verify import bytes_to_read
 
     try:
-        shards = open_store(store, **asdict(options)).manifest.shards
+        return bytes_to_read(open_store(store, **asdict(options)))
     except (StoreError, OSError):
         return 0
-    return sum(info.bytes for shard in shards for info in (*shard.files.values(), shard.container) if info)
 
 
 def _to_json(report: VerifyReport) -> dict[str, object]:

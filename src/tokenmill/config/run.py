@@ -257,7 +257,7 @@ class SourceConfig:
     bos_id: int | None = None
     format: str | None = None
     verify_pages: bool = False
-    """Whether every page of a store on disk is proven by its checksum when it is read."""
+    """Whether every page of a store on disk is verified by its checksum when it is read."""
 
     def __post_init__(self) -> None:
         for key in ("store", "documents", "tokenizer"):

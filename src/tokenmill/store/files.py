@@ -6,6 +6,7 @@ import io
 import mmap
 import os
 import tempfile
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,8 +17,8 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import writing
-from tokenmill.store.layout import FileInfo
-from tokenmill.types import AnyArray
+from tokenmill.store.layout import PAGE_BYTES, FileInfo
+from tokenmill.types import AnyArray, Uint8Array, Uint64Array
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -122,6 +123,49 @@ def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
         view, at = view[written:], at + written
 
 
+def page_sums(data: Uint8Array | bytes | memoryview) -> list[int]:
+    """Return the XXH3-64 of each page of some bytes; the last page may be shorter."""
+    view = memoryview(data)  # type: ignore[arg-type]
+    pages = range(0, len(view), PAGE_BYTES)
+    return [xxhash.xxh3_64_intdigest(view[begin : begin + PAGE_BYTES]) for begin in pages]
+
+
+class Checksums:
+    """Checksums of a file whose bytes come one block after another: of the whole file, and of each page."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._whole = xxhash.xxh3_128()
+        self._pages = array("Q")
+        self._rest = b""
+        """Bytes after the last full page."""
+
+    def update(self, block: memoryview) -> None:
+        """Add the next bytes of the file."""
+        self._whole.update(block)
+        self.bytes += block.nbytes
+        if self._rest:
+            missing = PAGE_BYTES - len(self._rest)
+            self._rest += block[:missing]
+            block = block[missing:]
+            if len(self._rest) < PAGE_BYTES:
+                return
+            self._pages.extend(page_sums(self._rest))
+        end = block.nbytes // PAGE_BYTES * PAGE_BYTES
+        self._pages.extend(page_sums(block[:end]))
+        self._rest = bytes(block[end:])
+
+    @property
+    def info(self) -> FileInfo:
+        """Size and checksum of the bytes so far."""
+        return FileInfo(bytes=self.bytes, xxh3=self._whole.hexdigest())
+
+    @property
+    def pages(self) -> Uint64Array:
+        """Page sums of the bytes so far; the last page may be shorter."""
+        return np.array(self._pages + array("Q", page_sums(self._rest)), np.uint64)
+
+
 class CheckedFile:
     """A new file that grows at its end and knows the checksum of its content.
 
@@ -131,8 +175,7 @@ class CheckedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._hash = xxhash.xxh3_128()
-        self._bytes = 0
+        self._checksums = Checksums()
         self._stream: io.FileIO | None = open(path, "xb", buffering=0)  # noqa: SIM115 - closed by `close`
 
     def write(self, values: AnyArray) -> None:
@@ -140,8 +183,7 @@ class CheckedFile:
         if not values.size:
             return
         view = np.ascontiguousarray(values).data.cast("B")
-        self._hash.update(view)
-        self._bytes += view.nbytes
+        self._checksums.update(view)
         self._stream = self._stream or open(self._path, "ab", buffering=0)  # noqa: SIM115 - closed by `close`
         with writing(self._path):
             while view.nbytes:  # one write may take less than it is given, at 2 GiB for one
@@ -155,8 +197,13 @@ class CheckedFile:
 
     @property
     def info(self) -> FileInfo:
-        """Its size and checksum so far."""
-        return FileInfo(bytes=self._bytes, xxh3=self._hash.hexdigest())
+        """Size and checksum of the bytes so far."""
+        return self._checksums.info
+
+    @property
+    def page_sums(self) -> Uint64Array:
+        """Checksum of each page of the bytes so far."""
+        return self._checksums.pages
 
     def sync(self) -> FileInfo:
         """Make it durable and close it; return its size and checksum so far."""

@@ -52,19 +52,31 @@ def hash_records(
     kind: str, tokenizer: Mapping[str, Any], values: Mapping[str, AnyArray], offsets: Mapping[str, Int64Array]
 ) -> Uint64Array:
     """Return the hash of each record: of its tokens, or of the hashes of its arrays where it has several."""
+    keys = layout.token_keys(values)
+    items = {key: hash_items(values[key], offsets[layout.axis_of(kind, key)], tokenizer) for key in keys}
+    return join_hashes(kind, items, offsets.get("groups"))
+
+
+def join_hashes(kind: str, items: Mapping[str, Uint64Array], groups: Int64Array | None) -> Uint64Array:
+    """Return the hash of each record, given the hashes of the items of its arrays.
+
+    `groups` has where the responses of each record start; None if there are no responses.
+    """
     columns = []
-    for key in layout.token_keys(values):
-        axis = layout.axis_of(kind, key)
-        hashes = _hash_items(values[key], offsets[axis], tokenizer)
-        # A group has several responses: the hash of their hashes.
-        columns.append(_hash_runs(hashes, offsets["groups"]) if axis == "responses" else hashes)
+    for key, hashes in items.items():
+        if layout.axis_of(kind, key) == "responses":  # a record has several: the hash of their hashes
+            assert groups is not None
+            columns.append(_hash_runs(hashes, groups))
+        else:
+            columns.append(hashes)
     if len(columns) == 1:
         return columns[0]
     joined = np.ascontiguousarray(np.stack(columns, axis=1))
     return _hash_runs(joined.reshape(-1), np.arange(len(joined) + 1) * len(columns))
 
 
-def _hash_items(ids: AnyArray, offsets: Int64Array, tokenizer: Mapping[str, Any]) -> Uint64Array:
+def hash_items(ids: AnyArray, offsets: Int64Array, tokenizer: Mapping[str, Any]) -> Uint64Array:
+    """Return the hash of each item, without a BOS at its start and an EOS at its end."""
     begins, ends = offsets[:-1].copy(), offsets[1:].copy()
     bos, eos = tokenizer.get("bos_id"), tokenizer.get("eos_id")
     if bos is not None:
@@ -163,29 +175,18 @@ def read_hashes(store: Store, shard: int) -> Uint64Array | None:
     kept = read_index(file, _HashesFooter)
     info = store.manifest.shards[shard]
     if kept is None or kept[1].format != HASHES_FORMAT or HASHES not in kept[1].sections:
-        raise _bad_hashes(file, "a cut or changed one")
+        raise bad_hashes(file, "damaged hashes")
     data, footer = kept[0].data, kept[1]
     begin, size, checksum = footer.sections[HASHES]
     if dict(footer.of) != _made_of(info) or (footer.documents, size) != (info.documents, 8 * info.documents):
-        raise _bad_hashes(file, "those of another shard")
+        raise bad_hashes(file, "hashes of another shard")
     if begin + size != data.size:
-        raise _bad_hashes(file, "a cut or changed one")
+        raise bad_hashes(file, "damaged hashes")
     if xxhash.xxh3_128_hexdigest(data[begin:].data) != checksum:
-        raise _bad_hashes(file, "a flipped byte")
+        raise bad_hashes(file, "damaged hashes")
     kept[0].check()
     hashes: Uint64Array = data[begin:].view("<u8")
     return hashes
-
-
-def check_hashes(store: Store, shard: int) -> None:
-    """Refuse the hashes of a shard that are not those of its tokens, which are read for it."""
-    kept = read_hashes(store, shard)
-    if kept is not None:
-        begin = 0
-        for block in compute_hashes(store, shard):
-            if not np.array_equal(kept[begin : begin + block.size], block):
-                raise _bad_hashes(hashes_file(store.path, shard), "others")
-            begin += block.size
 
 
 def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _tokens: None) -> int:
@@ -228,8 +229,6 @@ def _write_shard_hashes(store: Store, shard: int) -> None:
     write_index(hashes_file(store.path, shard), write)
 
 
-def _bad_hashes(file: Path, got: str) -> StoreCorruptError:
-    return StoreCorruptError(
-        f"{file}: must have the hashes of the documents of its shard, got {got}; delete it, and "
-        "`tokenmill verify --add-hashes` makes it again"
-    )
+def bad_hashes(file: Path, problem: str) -> StoreCorruptError:
+    """Return the error of a file of hashes."""
+    return StoreCorruptError(f"{file}: {problem}; delete it, then run `tokenmill verify --add-hashes`")

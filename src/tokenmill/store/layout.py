@@ -30,6 +30,8 @@ VERSION = 2
 """The newest that is written; a store that needs nothing of it is written as version 1."""
 MANIFEST = "manifest.json"
 DOCUMENTS = "documents.bin"
+H5_FILE = "arrays.h5"
+"""Arrays of a shard as HDF5, for AstrAI; tokenmill reads the flat files."""
 ROWS_FOLDER = ".rows"
 """Where row indexes of the store are kept; they can always be made again."""
 TOKENIZER_FOLDER = ".tokenizer"
@@ -39,7 +41,7 @@ ORIGINS_FOLDER = ".origins"
 PAGE_BYTES = 4096
 """What has a checksum of its own, and is kept or not in a mirror."""
 SUMS_FOLDER = ".sums"
-"""Where checksums of pages are, by which a part of a file can be proven."""
+"""Folder of the page sums, by which a part of a file is verified."""
 HASHES_FOLDER = ".hashes"
 """Where a store keeps a hash of each document's tokens; they can be made again."""
 JOURNAL_FOLDER = ".prepare"
@@ -93,16 +95,16 @@ def shard_name(index: int) -> str:
 
 def is_shard_name(name: str) -> bool:
     """Whether a name could have been given to a shard by the writer."""
-    return re.fullmatch(r"shard-[0-9]{5,}(\.h5)?", name) is not None
+    return re.fullmatch(r"shard-[0-9]{5,}", name) is not None
 
 
 def shard_number(name: str) -> int:
     """Return the number in the name that the writer gave to a shard.
 
-    >>> shard_number("shard-00007"), shard_number("shard-123456.h5")
-    (7, 123456)
+    >>> shard_number("shard-00007")
+    7
     """
-    return int(name.removeprefix("shard-").removesuffix(".h5"))
+    return int(name.removeprefix("shard-"))
 
 
 def is_lease_name(name: str) -> bool:
@@ -211,13 +213,11 @@ UNKNOWN, GIVEN = "unknown", "given"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileInfo:
-    """Size and checksum of one file, or of one array inside a shard that is a single file."""
+    """Size and checksum of one file."""
 
     bytes: Count
     xxh3: str
     """XXH3-128 of all its bytes, 32 hex digits."""
-    begin: Count = 0
-    """First byte inside the shard's file; 0 where the shard is a folder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,8 +232,6 @@ class ShardInfo:
     files: Mapping[str, FileInfo]
     axes: Mapping[str, tuple[Count, Count]] = field(default_factory=dict)
     """Axis -> (items, values), where there are others than `documents`."""
-    container: FileInfo | None = None
-    """The one file that holds the arrays; None where the shard is a folder with a file an array."""
 
     def size_of(self, axis: str) -> tuple[int, int]:
         """Return how many items and values an axis has."""
@@ -244,17 +242,9 @@ class ShardInfo:
         """Names of the files that say where the items of each axis start."""
         return {index_file(axis) for axis in self.axes} or {DOCUMENTS}
 
-    def place(self, name: str) -> tuple[str, int]:
-        """Return which file of the store an array or an index is in, by its path there, and how large that is."""
-        if self.container is not None:
-            return self.name, self.container.bytes
-        return f"{self.name}/{name}", self.files[name].bytes
-
     @property
     def stored_files(self) -> dict[str, FileInfo]:
-        """Its files as they are on disk, by their paths in the store."""
-        if self.container is not None:
-            return {self.name: self.container}
+        """Size and checksum of each file, by its path below the folder of the store."""
         return {f"{self.name}/{name}": info for name, info in self.files.items()}
 
 
@@ -274,8 +264,6 @@ class Manifest:
     """Where the documents came from."""
     skipped: Mapping[str, Any] = field(default_factory=dict)
     """Records that were left out: counts by reason, and the first of them by file and line."""
-    page_sums: bool = False
-    """Whether every shard has page sums, so that a reader must find them."""
     shards: tuple[ShardInfo, ...]
 
     @property
@@ -303,8 +291,8 @@ class Manifest:
 
     @property
     def storage(self) -> str:
-        """How shards are kept: `bin`, a folder with a file an array, or `h5`, one HDF5 file."""
-        return "h5" if any(shard.container for shard in self.shards) else "bin"
+        """Storage format: `bin`, or `h5` where each shard also has its arrays as HDF5."""
+        return "h5" if any(H5_FILE in shard.files for shard in self.shards) else "bin"
 
     @property
     def fingerprint(self) -> str:
@@ -313,7 +301,8 @@ class Manifest:
         Nor does the vocabulary of files of other projects: it is the user's word, to be given when it is needed.
         """
         shards = [
-            [s.documents, s.tokens, {name: [f.bytes, f.xxh3] for name, f in s.files.items()}] for s in self.shards
+            [s.documents, s.tokens, {name: [f.bytes, f.xxh3] for name, f in s.files.items() if name != H5_FILE}]
+            for s in self.shards
         ]
         by_the_user = ("kind", "vocab_size") if self.tokenizer.get("kind") in (UNKNOWN, GIVEN) else ()
         tokenizer = {name: value for name, value in self.tokenizer.items() if name not in by_the_user}
@@ -325,30 +314,18 @@ def manifest_bytes(manifest: Manifest) -> bytes:
     body: dict[str, Any] = {
         "format": FORMAT,
         # The oldest version that can say this.
-        "version": 2 if any(shard.axes or shard.container for shard in manifest.shards) else 1,
+        "version": 2 if any(shard.axes or H5_FILE in shard.files for shard in manifest.shards) else 1,
         "kind": manifest.kind,
         "keys": manifest.keys,
         "documents": manifest.documents,
         "tokens": manifest.tokens,
         **as_json(manifest),
     }
-    if not manifest.page_sums:
-        del body["page_sums"]
     for shard in body["shards"]:
-        _leave_out_defaults(shard)
+        if not shard["axes"]:  # shards of version 1 have none
+            del shard["axes"]
     body["checksum"] = xxhash.xxh3_128_hexdigest(canonical(body))
     return msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n"
-
-
-def _leave_out_defaults(shard: dict[str, Any]) -> None:
-    """Leave out what a shard of version 1 does not have, and places in files of their own."""
-    if not shard["axes"]:
-        del shard["axes"]
-    whole_files = shard["files"].values() if shard["container"] is None else [shard["container"]]
-    for file in whole_files:
-        del file["begin"]
-    if shard["container"] is None:
-        del shard["container"]
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
@@ -438,6 +415,9 @@ def _read_body(file: Path) -> dict[str, Any]:
         )
     if not intact:
         raise StoreCorruptError(f"{file}: checksum must match its content, got {checksum!r}; {WAY_OUT}")
+    shards = body.get("shards")
+    if isinstance(shards, list) and any(isinstance(shard, dict) and "container" in shard for shard in shards):
+        raise StoreError(f"{file}: HDF5 shards of an earlier tokenmill; prepare the store again")
     return body
 
 
@@ -520,17 +500,11 @@ def _broken_shard_rules(shard: ShardInfo, kind: str, keys: Mapping[str, str]) ->
     for key, dtype in keys.items():
         _, values = shard.size_of(axis_of(kind, key))
         sizes[key_file(key)] = values * np.dtype(dtype).itemsize
-    if set(shard.files) != set(sizes):
+    if set(shard.files) - {H5_FILE} != set(sizes):
         yield f"shard {shard.name} must have files {sorted(sizes)}", sorted(shard.files)
-    for name, info in shard.files.items():
-        if info.bytes != sizes[name]:
-            yield f"{shard.name}/{name} must have {sizes[name]} bytes", info.bytes
-        if shard.container is None and info.begin:
-            yield f"{shard.name}/{name} must begin at 0 in a file of its own", info.begin
-        if shard.container is not None and info.bytes and not info.begin:
-            yield f"{shard.name}/{name} must begin after the header of HDF5", info.begin
-        if shard.container is not None and info.begin + info.bytes > shard.container.bytes:
-            yield f"{shard.name}/{name} must lie within {shard.container.bytes} bytes", info.begin + info.bytes
+    for name, size in sizes.items():
+        if shard.files[name].bytes != size:
+            yield f"{shard.name}/{name} must have {size} bytes", shard.files[name].bytes
     for axis, (items, _) in shard.axes.items():
         # Responses are cut into records by the groups, every other axis is cut into records itself.
         expected = shard.axes["groups"][1] if axis == "responses" else shard.documents

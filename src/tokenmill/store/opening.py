@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenmill.errors import ConfigError, StoreError
+from tokenmill.errors import ConfigError
 from tokenmill.store import layout
 from tokenmill.store.maps import MapCache
 from tokenmill.store.ranges import Request
@@ -48,7 +48,7 @@ def open_store(  # noqa: PLR0913 - what files of others do not say of themselves
         bos_id: Id that starts each document of token files.
         format: Format of token files; detected by default.
         remote: How an address is read: cache, retries and limits.
-        verify_pages: Verify every page of a store on disk when it is read. It needs page checksums.
+        verify_pages: Verify every page of a store on disk when it is read.
 
     Returns:
         The open store.
@@ -82,7 +82,7 @@ def open_store(  # noqa: PLR0913 - what files of others do not say of themselves
         return _open_remote(place, claims, maps, remote)
     if layout.is_ours(place) or format == "tokenmill":
         store = store_of(place, read_ours(place, claims), maps)
-        return _proven(store) if verify_pages else store
+        return _with_verified_pages(store) if verify_pages else store
     if verify_pages:
         raise ConfigError(f"{place}: verify_pages is for stores of ours, got files of another project; import them")
     from tokenmill.store.foreign.files import ForeignOptions
@@ -91,15 +91,13 @@ def open_store(  # noqa: PLR0913 - what files of others do not say of themselves
     return open_foreign(place, ForeignOptions(**claims), maps)
 
 
-def _proven(store: Store) -> Store:
-    """Return a store whose pages are proven when they are read."""
-    if not (store.path / layout.SUMS_FOLDER).is_dir():
-        raise StoreError(
-            f"{store.path}: must have page sums for verify_pages, got none; run `tokenmill verify --add-page-sums`"
-        )
-    from tokenmill.store.verify import ProvenFiles
+def _with_verified_pages(store: Store) -> Store:
+    """Return a store whose pages are verified when they are read."""
+    from tokenmill.store.sums import VerifiedFiles, missing_sums
 
-    return replace(store, _proven=ProvenFiles(folder=store.path, manifest=store.manifest))
+    if not (store.path / layout.SUMS_FOLDER).is_dir():
+        raise missing_sums(store.path / layout.SUMS_FOLDER)
+    return replace(store, _verified=VerifiedFiles(folder=store.path, manifest=store.manifest))
 
 
 def _open_remote(

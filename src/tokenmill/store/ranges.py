@@ -44,7 +44,7 @@ class RangeReader(Protocol):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RangeRequest:
-    """A file, or a part of one, of which only ranges can be had."""
+    """A file that is not mapped but read by ranges."""
 
     path: str
     """Its address, for messages."""
@@ -52,10 +52,12 @@ class RangeRequest:
     name: str
     """By which the reader knows the file."""
     bytes: int
-    """Size of the whole file."""
-    begin: int
-    wanted: int
-    """How many bytes from `begin` on the request is for."""
+    """Size of the file."""
+
+    @property
+    def wanted(self) -> int:
+        """Size of the file."""
+        return self.bytes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -64,7 +66,7 @@ class Ranges:
 
     request: RangeRequest
     begins: Int64Array
-    """First byte of each range, counted from where the request begins."""
+    """First byte of each range."""
     ends: Int64Array
     """End of each range, exclusive."""
     next_use: Callable[[Int64Array], Int64Array] | None = None
@@ -129,9 +131,3 @@ def merged(begins: Int64Array, ends: Int64Array, page: int, size: int) -> tuple[
     begins, ends = begins[order], np.maximum.accumulate(ends[order])
     heads = np.flatnonzero(np.concatenate([[True], begins[1:] > ends[:-1]])[: begins.size])
     return begins[heads], ends[np.append(heads[1:], begins.size) - 1] if begins.size else ends
-
-
-def part_of(mapped: MappedFile, request: RangeRequest) -> MappedFile:
-    """Return the part of a file that a request is for, as if it were mapped alone."""
-    data = mapped.data[request.begin : request.begin + request.wanted]
-    return MappedFile(request.path, data, mapped.address + request.begin if data.size else 0)

@@ -20,7 +20,7 @@ from tokenmill.types import AnyArray, Int64Array
 if TYPE_CHECKING:
     from tokenmill.store.origins import Origin
     from tokenmill.store.remote.files import RemoteFiles
-    from tokenmill.store.verify import ProvenFiles
+    from tokenmill.store.sums import VerifiedFiles
 
 Spanned: TypeAlias = tuple[Int64Array, Int64Array, Int64Array]
 """Shard, first value and end of each of some spans."""
@@ -70,8 +70,8 @@ class Store(Records):
     """Digest of what the tokens are, computed once."""
     _requests: dict[tuple[int, str], Request] = field(default_factory=dict)
     """Where each file of each shard is, filled as they are asked for; formats of others fill it at once."""
-    _proven: ProvenFiles | None = None
-    """What proves every page of its files when it is read, if that is wanted of a store on disk."""
+    _verified: VerifiedFiles | None = None
+    """Reader of a store on disk that verifies each page it reads; None: files are mapped."""
     _remotes: tuple[RemoteFiles, ...] = ()
     """Where its files are in object storage; `path` is then the folder of this machine that has its small files."""
     _opened: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -93,7 +93,7 @@ class Store(Records):
     @property
     def _by_ranges(self) -> bool:
         """Whether its arrays are not mapped, but ranges of them brought into memory."""
-        return bool(self._remotes) or self._proven is not None
+        return bool(self._remotes) or self._verified is not None
 
     @property
     def token_begins(self) -> Int64Array:
@@ -146,8 +146,8 @@ class Store(Records):
         if request is None:
             if self._remotes:
                 request = self._remotes[0].request(shard, name)
-            elif self._proven is not None:
-                request = self._proven.request(shard, name)
+            elif self._verified is not None:
+                request = self._verified.request(shard, name)
             else:
                 request = file_request(self.path, self.manifest.shards[shard], name)
             self._requests[shard, name] = request
@@ -219,8 +219,7 @@ class Store(Records):
         name = layout.index_file(layout.axis_of(self.manifest.kind, self.manifest.token_key))
         if name not in info.files:
             return None
-        file = Path(self.file(shard, name).path)
-        return file.parent if info.container is None else file
+        return Path(self.file(shard, name).path).parent
 
     def document_bounds(self, document: int) -> tuple[int, int]:
         """Return where a document begins and ends (exclusive) in the whole stream."""
@@ -277,15 +276,8 @@ class Store(Records):
 
 def file_request(store: Path, shard: layout.ShardInfo, name: str) -> FileRequest:
     """Return where an array or an index of a shard is, in a store on disk."""
-    place, size = shard.place(name)
-    part = shard.files[name]
-    return FileRequest(
-        store / place,
-        size,
-        part.begin,
-        None if shard.container is None else part.bytes,
-        part.xxh3 if name in shard.index_files else None,
-    )
+    info = shard.files[name]
+    return FileRequest(store / shard.name / name, info.bytes, xxh3=info.xxh3 if name in shard.index_files else None)
 
 
 def wanted_of(

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import file_digest
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError
 from tokenmill.store import layout
 from tokenmill.store.files import CheckedFile, make_folder, sync_folder, write_atomically
 from tokenmill.store.hashes import finish_hashes, hash_records, hashes_file
+from tokenmill.store.hdf5 import write_h5
 from tokenmill.store.layout import MANIFEST, FileInfo, Manifest, ShardInfo, manifest_bytes
 from tokenmill.store.lease import Lease
 from tokenmill.store.opening import store_of
 from tokenmill.store.store import Store
+from tokenmill.store.sums import sums_file, write_sums
 from tokenmill.types import AnyArray, Int64Array, IntegerArray
 
 MAX_TOKENS_PER_SHARD = 1 << 29
@@ -31,7 +30,6 @@ MAX_TOKENS_PER_SHARD = 1 << 29
 STORAGES = ("bin", "h5")
 POSITION_IDS = "position_ids"
 """Numbered through a shard where it is not given, as AstrAI writes it; the engine counts positions itself."""
-_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +42,7 @@ class StoreSpec:
     kind: str = "seq"
     max_tokens_per_shard: int = MAX_TOKENS_PER_SHARD
     storage: str = "bin"
-    """How shards are kept: `bin`, or `h5` for one HDF5 file a shard."""
+    """Storage format: `bin`, or `h5` to write the arrays of each shard as HDF5, too."""
     ids_checked: bool = False
     """Whether all ids that are written are known to be in the vocabulary, and BOS only where a document begins: as
     `frame` leaves bare ids, which have been looked at and hold no control ids."""
@@ -280,9 +278,15 @@ class _ShardWriter:
             file.write(np.array([size], layout.OFFSET_DTYPE))
             file.write(layout.anchors_of(file.read_back(layout.OFFSET_DTYPE, items + 1)))
         shard = self._sync()
+        sums = {name: file.page_sums for name, file in self._files.items()}
+        if self.spec.storage == "h5":
+            h5 = write_h5(self.folder, self.spec.kind, self.spec.keys, self._sizes)
+            shard = replace(shard, files={**shard.files, layout.H5_FILE: h5.info})
+            sums[layout.H5_FILE] = h5.pages
         sync_folder(self.folder)
         finish_hashes(self.hashes, shard)
-        return to_h5(self.folder, shard, self.spec.keys) if self.spec.storage == "h5" else shard
+        write_sums(_sums_beside(self.folder), shard, sums)
+        return shard
 
     def _positions(self, offsets: Mapping[str, Int64Array]) -> AnyArray:
         axis = layout.axis_of(self.spec.kind, POSITION_IDS)
@@ -330,8 +334,13 @@ class _ShardWriter:
 
 
 def _hashes_beside(shard: Path) -> Path:
-    """Return where the hashes of a shard stand before it is published."""
-    return shard.with_name(f"{shard.name.removesuffix('.h5')}.hashes")
+    """Return the file with the hashes of a shard that is not published yet."""
+    return shard.with_name(f"{shard.name}.hashes")
+
+
+def _sums_beside(shard: Path) -> Path:
+    """Return the file with the page sums of a shard that is not published yet."""
+    return shard.with_name(f"{shard.name}.sums")
 
 
 def token_starts(spec: StoreSpec, offsets: Mapping[str, Int64Array]) -> Int64Array:
@@ -359,16 +368,19 @@ def check_sizes(folder: Path, files: Mapping[str, FileInfo]) -> None:
 
 
 def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> ShardInfo:
-    """Move a finished shard from a folder into the store under its number; done already is as good.
+    """Move a finished shard from a folder into the store under its number; a no-op if it was moved before.
 
-    The store must hold no shard of another build under that number. Names are to be synced behind the last shard.
+    The store must hold no shard of another build under that number. Call `sync_names` after the last shard.
     """
-    named = replace(shard, name=f"{layout.shard_name(index)}{'.h5' if shard.container else ''}")
+    named = replace(shard, name=layout.shard_name(index))
     source, target = folder / shard.name, store / named.name
-    hashes = _hashes_beside(source)
-    if hashes.exists():
-        make_folder(store / layout.HASHES_FOLDER)
-        os.rename(hashes, hashes_file(store, index))
+    for beside, file in (
+        (_hashes_beside(source), hashes_file(store, index)),
+        (_sums_beside(source), store / sums_file(named.name)),
+    ):
+        if beside.exists():
+            make_folder(file.parent)
+            os.rename(beside, file)
     try:
         os.rename(source, target)
     except FileNotFoundError:
@@ -380,8 +392,9 @@ def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> Sh
 
 
 def sync_names(store: Path) -> None:
-    """Make the names of shards, and of what is noted of them, survive a power cut."""
-    for folder in (store / layout.HASHES_FOLDER, store / layout.ORIGINS_FOLDER, store):
+    """Make the names of shards, and of the files next to them, survive a power cut."""
+    folders = (layout.HASHES_FOLDER, layout.SUMS_FOLDER, layout.ORIGINS_FOLDER)
+    for folder in (*(store / name for name in folders), store):
         if folder.is_dir():
             sync_folder(folder)
 
@@ -418,81 +431,12 @@ def refuse_foreign_shards(path: Path) -> None:
     for child in sorted(path.iterdir()):
         if not layout.is_shard_name(child.name) or child.is_symlink():
             continue
-        strangers = sorted(item.name for item in child.glob("*") if item.suffix != ".bin") if child.is_dir() else []
+        if not child.is_dir():
+            raise StoreError(f"{child}: a file with the name of a shard; choose another path")
+        strangers = sorted(
+            item.name for item in child.glob("*") if item.suffix != ".bin" and item.name != layout.H5_FILE
+        )
         if strangers:
             raise StoreError(
-                f"{child}: a folder of this name must be a shard, got {strangers[0]}; choose another path"
+                f"{child}: unknown file in a folder with the name of a shard: {strangers[0]}; choose another path"
             )
-        if child.is_file() and not is_container(child):
-            raise StoreError(f"{child}: a file of this name must be a shard, got another's; choose another path")
-
-
-# A shard as one HDF5 file, its arrays contiguous, so that they are mapped in place like any other.
-
-H5_MAGIC = b"\x89HDF\r\n\x1a\n"
-_ALIGNMENT = 64
-_MARK = b"tokenmill indexes"
-"""Last bytes of a shard of ours."""
-_OLD_MARK = b"tokenmill"
-"""A group of that name had the indexes in files of earlier versions."""
-
-
-def to_h5(folder: Path, shard: ShardInfo, keys: Mapping[str, str]) -> ShardInfo:
-    """Turn the finished folder of a shard into a `.h5` file beside it, and remove the folder.
-
-    Every group of the file is an array, with its values in `data_0`, as AstrAI has it. The indexes stand after the
-    end of HDF5, where its readers do not look: AstrAI takes every group for an array.
-    """
-    target = folder.with_name(f"{folder.name}.h5")
-    arrays = {layout.key_file(key): (key, np.dtype(dtype)) for key, dtype in keys.items()}
-    begins: dict[str, int] = {}
-    with import_h5py("storage h5", "write").File(
-        target, "w", libver="v108", alignment_threshold=1, alignment_interval=_ALIGNMENT, track_order=False
-    ) as file:
-        for name, (key, dtype) in arrays.items():
-            count = shard.files[name].bytes // dtype.itemsize
-            dataset = file.create_dataset(f"{key}/data_0", (count,), dtype, track_times=False)
-            if count:
-                source = np.memmap(folder / name, dtype, "r")
-                for begin in range(0, count, _BLOCK):
-                    dataset[begin : begin + _BLOCK] = source[begin : begin + _BLOCK]
-                begins[name] = int(dataset.id.get_offset())
-    with target.open("r+b") as written:
-        written.seek(0, os.SEEK_END)
-        for name in (name for name in shard.files if name not in arrays):
-            written.write(bytes(-written.tell() % _ALIGNMENT))
-            begins[name] = written.tell()
-            with (folder / name).open("rb") as index:
-                shutil.copyfileobj(index, written, _BLOCK)
-        written.write(_MARK)
-        written.flush()
-        os.fsync(written.fileno())
-        written.seek(0)
-        checksum = file_digest(written, xxhash.xxh3_128).hexdigest()
-    sync_folder(target.parent)
-    shutil.rmtree(folder)
-    return replace(
-        shard,
-        name=target.name,
-        files={name: replace(info, begin=begins.get(name, 0)) for name, info in shard.files.items()},
-        container=FileInfo(bytes=target.stat().st_size, xxh3=checksum),
-    )
-
-
-def is_container(file: Path) -> bool:
-    """Whether a file was made by `to_h5`: it ends as only ours do, or has the group that older ones have."""
-    if not file.stat().st_size:
-        return False
-    with file.open("rb") as handle, mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return data[:8] == H5_MAGIC and (data[-len(_MARK) :] == _MARK or data.find(_OLD_MARK) >= 0)
-
-
-def import_h5py(where: object, use: str) -> Any:  # noqa: ANN401 - h5py ships no types
-    """Return the library, which is needed to write HDF5 and to find the arrays in files of others."""
-    try:
-        import h5py
-    except ImportError as error:
-        raise StoreError(
-            f"{where}: h5py must be installed to {use} it, got {error}; pip install 'tokenmill[h5]'"
-        ) from error
-    return h5py

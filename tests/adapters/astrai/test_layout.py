@@ -136,7 +136,7 @@ def test_verify_finds_a_meta_that_says_something_else(made):
     meta = path / "shard-00001" / "meta.json"
     meta.write_text(meta.read_text().replace("int32", "int64"))
     with pytest.raises(
-        StoreCorruptError, match=r"shard-00001/meta\.json: must describe the arrays as manifest\.json"
+        StoreCorruptError, match=r"shard-00001/meta\.json: does not describe the arrays as manifest\.json does"
     ):
         verify(path)
 

@@ -5,15 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from tests.object_server import SECRET_KEY
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError, StoreMissingError
-from tokenmill.store import open_store, read_manifest, verify
-from tokenmill.store.layout import MANIFEST, manifest_bytes
+from tokenmill.store import open_store
+from tokenmill.store.layout import MANIFEST
 from tokenmill.store.remote.client import Client, parse_address
 from tokenmill.store.remote.upload import upload
 
@@ -40,12 +39,6 @@ def files_of(folder):
     }
 
 
-def uploaded_files(folder):
-    """Return the files of a store as they are uploaded: the manifest says that there are page sums."""
-    manifest = manifest_bytes(replace(read_manifest(folder), page_sums=True))
-    return {**files_of(folder), MANIFEST: manifest}
-
-
 def objects_of(place):
     client = client_of(place)
     return {item.name: client.get(item.name) for item in client.list()}
@@ -62,8 +55,7 @@ def test_every_file_of_a_store_arrives(make_store, place):
     (path / ".tmp-lease").write_bytes(b"left by a build")
     told = []
     report = upload(path, place, progress=lambda done, total: told.append((done, total)))
-    assert not read_manifest(path).page_sums  # the store on disk gets side files alone
-    files = uploaded_files(path)
+    files = files_of(path)
     for name in (".tmp-lease", ".rows/.index.rows.lock", ".rows/.tmp-index"):
         del files[name]
     assert objects_of(place) == files
@@ -84,7 +76,7 @@ def test_an_upload_goes_on_with_what_is_missing_or_wrong(make_store, place):
     client.put("shard-00002/sequence.bin", b"x" * size)
     report = upload(path, place)
     assert report.sent_files == 3
-    assert objects_of(place) == uploaded_files(path)
+    assert objects_of(place) == files_of(path)
     assert upload(path, place).sent_files == 0
 
 
@@ -94,54 +86,34 @@ def test_another_store_is_never_overwritten(make_store, place):
     upload(path, place)
     with pytest.raises(StoreExistsError, match=r"must hold nothing, or a part of this store, got another store"):
         upload(other, place)
-    assert objects_of(place) == uploaded_files(path)
-
-
-def test_an_upload_that_says_nothing_of_its_page_sums_is_told_so_by_the_next(make_store, place):
-    path, *_ = make_store("web", LENGTHS)
-    upload(path, place)
-    client_of(place).put(MANIFEST, (path / MANIFEST).read_bytes())  # as an earlier tokenmill left it
-    report = upload(path, place)
-    assert (report.sent_files, report.sent_bytes) == (1, len(uploaded_files(path)[MANIFEST]))
-    assert objects_of(place) == uploaded_files(path)
-    assert upload(path, place).sent_files == 0
+    assert objects_of(place) == files_of(path)
 
 
 def test_page_sums_of_another_shard_are_not_uploaded(make_store, place):
     path, *_ = make_store("web", LENGTHS, max_tokens_per_shard=300)
-    verify(path, add_page_sums=True)
     (path / ".sums" / "shard-00001.bin").write_bytes((path / ".sums" / "shard-00000.bin").read_bytes())
-    with pytest.raises(StoreCorruptError, match=r"shard-00001.bin: must have the checksums of the pages"):
+    with pytest.raises(StoreCorruptError, match=r"shard-00001.bin: page sums of another"):
         upload(path, place)
     assert objects_of(place) == {}
 
 
-@pytest.mark.parametrize(
-    ("proven_before", "message"),
-    [
-        (False, r"sequence\.bin: checksum must be"),
-        (True, r"sequence\.bin: must be what the manifest says before it is uploaded"),
-    ],
-)
-def test_a_damaged_store_is_not_published(make_store, place, proven_before, message):
+def test_a_damaged_store_is_not_published(make_store, place):
     path, *_ = make_store("web", LENGTHS)
-    verify(path, add_page_sums=proven_before)
     file = path / "shard-00000" / "sequence.bin"
     data = np.fromfile(file, np.uint8)
     data[5] ^= 1
     data.tofile(file)
-    with pytest.raises(StoreCorruptError, match=message):
+    with pytest.raises(StoreCorruptError, match=r"sequence\.bin: must be what the manifest says before"):
         upload(path, place)
     assert client_of(place).head(MANIFEST) is None
 
 
-def test_page_sums_that_a_killed_upload_did_not_write_are_added(make_store, place):
+def test_a_store_without_page_sums_is_not_uploaded(make_store, place):
     path, *_ = make_store("web", LENGTHS, max_tokens_per_shard=500)
-    verify(path, add_page_sums=True)
-    wanted = files_of(path)
     (path / ".sums" / "shard-00001.bin").unlink()
-    upload(path, place)
-    assert objects_of(place) == files_of(path) == wanted
+    with pytest.raises(StoreCorruptError, match=r"shard-00001.bin: page sums not found"):
+        upload(path, place)
+    assert objects_of(place) == {}
 
 
 def test_what_is_no_store_or_no_address_is_refused(make_store, tmp_path):
@@ -173,8 +145,7 @@ def test_uploads_killed_anywhere_leave_nothing_that_reads_as_whole(make_store, t
         time.sleep(0.01)
     if not whole:
         upload(path, place)
-    # A process that is killed while it writes page sums leaves a temporary file in the store, which is not sent.
-    assert objects_of(place) == {name: data for name, data in uploaded_files(path).items() if "/.tmp-" not in name}
+    assert objects_of(place) == files_of(path)
 
 
 def test_no_secret_is_in_what_an_upload_says_or_leaves(make_store, tmp_path, object_server, capfd, caplog):

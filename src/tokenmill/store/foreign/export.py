@@ -28,11 +28,12 @@ from tokenmill.store.foreign.convert import BATCH_TOKENS, Progress, counted
 from tokenmill.store.foreign.files import MEGATRON_MAGIC, META, ForeignOptions
 from tokenmill.store.foreign.formats import MEGATRON_HEADER
 from tokenmill.store.foreign.open import SIDECAR
+from tokenmill.store.hdf5 import astrai_dtype, import_h5py
 from tokenmill.store.layout import UNKNOWN, token_keys
 from tokenmill.store.opening import open_store
 from tokenmill.store.origins import kept_fields
 from tokenmill.store.store import Store
-from tokenmill.store.writer import POSITION_IDS, import_h5py
+from tokenmill.store.writer import POSITION_IDS
 from tokenmill.tables import check_callable, check_instance, check_option, check_types, path_of
 from tokenmill.types import MASK_KEYS, AnyArray, Int64Array
 
@@ -327,8 +328,7 @@ def meta_of(store: Store, shard: int) -> bytes:
     for key in store.keys:
         dtype, axis = store.dtype(key), store.axis(key)
         count = int(np.diff(store.axes[axis].values)[shard])
-        # Unsigned numbers of 32 bits have few operations in torch; these have the same bytes.
-        name = "bool" if key in MASK_KEYS else "int32" if dtype == "<u4" else dtype.name
+        name = astrai_dtype(key, dtype.str)  # of the same bytes
         table[key] = {"shape": [count], "dtype": name, "format": "bin", "total_tokens": store.manifest.tokens}
         if store.manifest.kind == "dpo":
             table[key]["offsets"] = np.concatenate([np.zeros(1, np.int64), *_ends(store, axis, shard)]).tolist()
@@ -353,7 +353,7 @@ def _astrai_arrays(
 
 def _write_astrai_h5(store: Store, keys: Sequence[str], folder: Path, advance: Advance) -> None:
     """Write an HDF5 file a shard: a group a key, in it the shard as one dataset, or of pairs a dataset a record."""
-    h5py = import_h5py("export", "write")
+    h5py = import_h5py("export to astrai-h5")
     for shard in range(store.num_shards):
         with h5py.File(folder / f"data_{shard:04d}.h5", "w") as file:
             for key, dtype, blocks in _astrai_arrays(store, keys, shard):

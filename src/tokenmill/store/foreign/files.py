@@ -19,7 +19,6 @@ from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMi
 from tokenmill.store.layout import MANIFEST, is_ours, read_at, stores_below
 from tokenmill.store.maps import FileRequest
 from tokenmill.store.ranges import read_range
-from tokenmill.store.writer import H5_MAGIC
 from tokenmill.tables import check_option, path_of
 from tokenmill.types import MASK_KEYS, STORED_ARRAYS, TOKEN_KEYS, AnyArray, Int64Array, natural_key
 
@@ -235,6 +234,7 @@ LLMC_MAGICS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
 """(Magic number, version) -> dtype of the tokens."""
 MEGATRON_MAGIC = b"MMIDIDX\x00\x00"
 NPY_MAGIC = b"\x93NUMPY"
+H5_MAGIC = b"\x89HDF\r\n\x1a\n"
 _MARKS = {
     ".h5": ("astrai-h5", H5_MAGIC),
     ".hdf5": ("astrai-h5", H5_MAGIC),

@@ -37,10 +37,11 @@ from tokenmill.store.foreign.files import (
     real_file,
     sample_blocks,
 )
+from tokenmill.store.hdf5 import import_h5py
 from tokenmill.store.layout import axes_of, axis_of
 from tokenmill.store.maps import FileRequest
 from tokenmill.store.ranges import read_range
-from tokenmill.store.writer import POSITION_IDS, import_h5py
+from tokenmill.store.writer import POSITION_IDS
 from tokenmill.types import TRAINING_TYPES, AnyArray, Int64Array
 
 _NPY_HEADER = 1 << 14
@@ -536,7 +537,7 @@ def written_positions(file: Path) -> list[ForeignArray]:
 @contextmanager
 def _h5_groups(file: Path) -> Iterator[tuple[dict[str, list[str]], Callable[[str, str], ForeignArray]]]:
     """Open an .h5 file: key -> the names of its datasets in order, and what describes one of them."""
-    h5py = import_h5py(file, "read")
+    h5py = import_h5py(file)
     real, size = real_file(file)
     with _damage_named(file), h5py.File(real, "r", locking=False) as opened:
         if opened.userblock_size:

@@ -27,19 +27,15 @@ from tokenmill.store import layout
 from tokenmill.store.files import new_file, write_all
 from tokenmill.store.lease import locked
 from tokenmill.store.maps import FileRequest, MappedFile
-from tokenmill.store.ranges import RangeRequest, Ranges, Request, merged, part_of, sparse_map
-from tokenmill.store.remote.client import Address, Client, ObjectInfo, overwritten, parse_address
+from tokenmill.store.ranges import RangeRequest, Ranges, Request, merged, sparse_map
+from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
 from tokenmill.store.remote.mirror import Mirror, Wanted, check_platform, warn_unused
-from tokenmill.store.verify import missing_sums, read_sums, sums_file
+from tokenmill.store.sums import missing_sums, read_sums, sums_file
 from tokenmill.types import Uint64Array
 
 logger = logging.getLogger("tokenmill")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NO_SUMS = (
-    "%s: has no page sums, so what arrives is known by its size and version alone; `tokenmill verify "
-    "--add-page-sums` adds them"
-)
 NEAR_BYTES = 64 << 20
 """Indexes of neighbouring shards that are brought together, so that their requests run beside one another."""
 
@@ -118,7 +114,7 @@ class RemoteFiles:
             except OSError as error:
                 warn_unused(network, folder.parent, error)
         self._numbers = {shard.name: number for number, shard in enumerate(manifest.shards)}
-        self._sums: dict[str, Uint64Array | None] = {}
+        self._sums: dict[str, Uint64Array] = {}
         self._listed: dict[str, dict[str, int]] = {}
         self._listings = listings
         """Folder -> what is in it, as it was asked for with the manifest."""
@@ -140,23 +136,13 @@ class RemoteFiles:
                 xxh3=part.xxh3,
                 way_out="delete it, and it is downloaded again",
             )
-        return replace(self.whole(*info.place(name)), begin=part.begin, wanted=part.bytes)
-
-    def whole(self, name: str, size: int) -> RangeRequest:
-        """Return a whole object as something to read ranges of."""
-        return RangeRequest(str(self.address / name), self, name, size, 0, size)
+        path = f"{info.name}/{name}"
+        return RangeRequest(str(self.address / path), self, path, part.bytes)
 
     def send(self, name: str, file: Path) -> None:
         """Write a file that was made here beside the shards."""
         Client(self.address, self.network.options).put(name, file)
         self._listed.pop(name.rpartition("/")[0], None)
-
-    def replace_manifest(self, body: bytes) -> None:
-        """Overwrite the manifest, if it is still the one that was read."""
-        client = Client(self.address, self.network.options)
-        if client.get(layout.MANIFEST) != (self.folder / layout.MANIFEST).read_bytes():
-            raise overwritten(self.address / layout.MANIFEST)
-        client.put(layout.MANIFEST, body)
 
     def _pin(self, name: str, etag: str) -> str:
         """Note the version of an object for all processes that share the mirror."""
@@ -172,14 +158,14 @@ class RemoteFiles:
         for item in ranges:
             request, sums = item.request, self.sums_of(item.request.name)
             page = layout.PAGE_BYTES if sums is not None or self.mirror is not None else 1
-            begins, ends = merged(item.begins + request.begin, item.ends + request.begin, page, request.bytes)
+            begins, ends = merged(item.begins, item.ends, page, request.bytes)
             mapped = sparse_map(request.path, request.bytes)
             need = Wanted(request.name, request.bytes, mapped.data, begins, ends, sums)
             pages = need.pages
             if limited and item.next_use is not None:
-                need = replace(need, next_use=item.next_use(pages * layout.PAGE_BYTES - request.begin))
+                need = replace(need, next_use=item.next_use(pages * layout.PAGE_BYTES))
             wanted.append(need)
-            files.append(part_of(mapped, request))
+            files.append(mapped)
             size += pages.size * layout.PAGE_BYTES
         loan = RangeLoan(self.network, files, size, lambda: self._fill(wanted))
         self.network.admit(size, loan.start, ahead=ahead)
@@ -199,12 +185,12 @@ class RemoteFiles:
         wanted = []
         for item, begins, ends in around:
             request = item.request
-            pages = merged(begins + request.begin, ends + request.begin, layout.PAGE_BYTES, request.bytes)
+            pages = merged(begins, ends, layout.PAGE_BYTES, request.bytes)
             lacking = mirror.lacking(request.name, request.bytes, *pages)
             if lacking[0].size:
                 need = Wanted(request.name, request.bytes, None, *lacking, self.sums_of(request.name))
                 if mirror.limit is not None and item.next_use is not None:
-                    need = replace(need, next_use=item.next_use(need.pages * layout.PAGE_BYTES - request.begin))
+                    need = replace(need, next_use=item.next_use(need.pages * layout.PAGE_BYTES))
                 wanted.append(need)
         return wanted
 
@@ -228,48 +214,27 @@ class RemoteFiles:
 
     # Page sums.
 
-    @property
-    def has_sums(self) -> bool:
-        """Whether the store has page sums, and they are to be used."""
-        if not self.network.options.verify_pages:
-            return False
-        if self.manifest.page_sums:
-            return True
-        is_first = layout.SUMS_FOLDER not in self._listed
-        has_sums = bool(self.listed(layout.SUMS_FOLDER))
-        if not has_sums and is_first:
-            logger.warning(_NO_SUMS, self.address)
-        return has_sums
-
     def sums_of(self, name: str) -> Uint64Array | None:
-        """Return the page sums of a file by its name, brought once; None where there are, or shall be, none."""
-        if not self.has_sums:
+        """Return the page sums of a file, downloaded once; None if pages are not verified."""
+        if not self.network.options.verify_pages:
             return None
         if name not in self._sums:
             number = self._numbers[name.partition("/")[0]]
             shard = self.manifest.shards[number]
-            proof = sums_file(shard.name)
-            was_here = self._small(proof).exists()
-            if not was_here:
+            file = sums_file(shard.name)
+            is_copied = self._small(file).exists()
+            if not is_copied:
                 self.bring_small(number)
-            if self._small(proof).exists():
-                try:
-                    self._sums.update(read_sums(self._small(proof), shard))
-                except StoreCorruptError:
-                    if not was_here:
-                        raise
-                    self._small(proof).unlink(missing_ok=True)  # it rotted on this disk
-                    return self.sums_of(name)
-            elif self.manifest.page_sums:
-                raise missing_sums(str(self.address), shard.name)
-            else:
-                logger.warning(_NO_SUMS, self.address / shard.name)
-                self._sums.update(dict.fromkeys(shard.stored_files))
+            if not self._small(file).exists():
+                raise missing_sums(self.address / file)
+            try:
+                self._sums.update(read_sums(self._small(file), shard))
+            except StoreCorruptError:
+                if not is_copied:
+                    raise
+                self._small(file).unlink(missing_ok=True)  # it rotted on this disk
+                return self.sums_of(name)
         return self._sums[name]
-
-    def read_without_sums(self, shard: layout.ShardInfo) -> None:
-        """Verify no pages of a shard, whose page sums are missing: its files are verified as a whole."""
-        self._sums.update(dict.fromkeys(shard.stored_files))
 
     # Small files.
 
@@ -292,7 +257,7 @@ class RemoteFiles:
             size = self.listed(name.rpartition("/")[0]).get(name)
             if size is None:
                 return None
-            self._copy([_Copy(name, 0, size, name)])
+            self._copy([_Copy(name, size)])
         return self._small(name)
 
     def bring_origins(self, shard: str) -> None:
@@ -334,16 +299,16 @@ class RemoteFiles:
 
     def bring_small(self, number: int = 0) -> None:
         """Copy offsets and page sums of a shard, and of those after it, which will be wanted soon: all at once."""
-        sums = self.listed(layout.SUMS_FOLDER) if self.has_sums else {}
+        sums = self.listed(layout.SUMS_FOLDER) if self.network.options.verify_pages else {}
         jobs: list[_Copy] = []
         total = 0
         for shard in self.manifest.shards[number:]:
             proof = sums_file(shard.name)
-            mine = [_Copy(proof, 0, sums[proof], proof)] if proof in sums else []
-            for name in sorted(self._indexes & shard.files.keys()):
-                part = shard.files[name]
-                place = shard.place(name)[0]
-                mine.append(_Copy(place, part.begin, part.bytes, f"{shard.name}/{name}", part.xxh3))
+            mine = [_Copy(proof, sums[proof])] if proof in sums else []
+            mine += [
+                _Copy(f"{shard.name}/{name}", shard.files[name].bytes, shard.files[name].xxh3)
+                for name in sorted(self._indexes & shard.files.keys())
+            ]
             total += sum(job.bytes for job in mine)
             if jobs and total > NEAR_BYTES:
                 break
@@ -351,11 +316,11 @@ class RemoteFiles:
         self._copy(jobs)
 
     def _copy(self, jobs: Sequence[_Copy]) -> None:
-        """Copy parts of objects to files; one process of a machine does it, the others wait.
+        """Copy objects to files; one process of a machine does it, the others wait.
 
         If the disk of the folder has no room, they go to a folder of this user's.
         """
-        missing = [job for job in jobs if not self._small(job.file).exists()]
+        missing = [job for job in jobs if not self._small(job.name).exists()]
         if not missing:
             return
         try:
@@ -379,18 +344,18 @@ class RemoteFiles:
         with ExitStack() as stack:
             with suppress(TimeoutError):  # the other one was stopped, and any number may copy the same
                 stack.enter_context(locked(folder / ".lock", self.network.options.deadline))
-            missing = [job for job in jobs if not (folder / job.file).exists()]
+            missing = [job for job in jobs if not (folder / job.name).exists()]
             if missing:
-                Loop.current().start(gathered([self._copy_one(folder / job.file, job) for job in missing])).result()
+                Loop.current().start(gathered([self._copy_one(folder / job.name, job) for job in missing])).result()
 
     async def _copy_one(self, file: Path, job: _Copy) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         with new_file(file) as descriptor:
 
             async def part(at: int, stop: int) -> None:
-                write_all(descriptor, await self.objects.get(job.name, at, stop), at - job.begin)
+                write_all(descriptor, await self.objects.get(job.name, at, stop), at)
 
-            await gathered([part(at, stop) for at, stop in split(job.begin, job.begin + job.bytes)])
+            await gathered([part(at, stop) for at, stop in split(0, job.bytes)])
             with open(descriptor, "rb", closefd=False) as copied:
                 checksum = file_digest(copied, xxhash.xxh3_128).hexdigest() if job.xxh3 is not None else None
             if checksum != job.xxh3:
@@ -402,13 +367,10 @@ class RemoteFiles:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A part of an object that becomes a file of this machine."""
+    """An object that becomes a file of the same name on this machine."""
 
     name: str
-    begin: int
     bytes: int
-    file: str
-    """Its name below the folder of small files."""
     xxh3: str | None = None
     """What its checksum must be; None: it is checked by what reads it."""
 

@@ -35,7 +35,7 @@ from tokenmill.store.files import write_all, write_atomically
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.store.lease import locked
 from tokenmill.store.remote.fetch import MAX_REQUEST_BYTES, Network, RemoteObjects, gathered
-from tokenmill.store.verify import wrong_page
+from tokenmill.store.sums import wrong_page
 from tokenmill.types import BoolArray, Int64Array, Uint8Array, Uint32Array, Uint64Array, counted_from
 
 try:

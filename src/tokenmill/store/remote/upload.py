@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import file_digest
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from tokenmill.store import layout
 from tokenmill.store.layout import FileInfo
 from tokenmill.store.opening import read_ours
 from tokenmill.store.remote.client import Client, parse_address
-from tokenmill.store.verify import add_page_sums_only, read_sums, sums_file
+from tokenmill.store.sums import read_sums, sums_file
 from tokenmill.tables import check_callable, check_instance, is_address, path_of
 from tokenmill.types import RemoteOptions
 
@@ -54,8 +54,7 @@ def upload(
 ) -> UploadReport:
     """Copy a finished store to object storage. Call it again to resume an interrupted upload.
 
-    A store without page checksums gets them first, because readers verify every page. Each file is verified before
-    it is sent, and read back and verified after that. The manifest is sent last.
+    Each file is verified before it is sent, and read back and verified after that. The manifest is sent last.
 
     Args:
         store: Folder of the store.
@@ -88,18 +87,13 @@ def upload(
         )
     place = parse_address(address, options)
     manifest = read_ours(path, {})
-    if all((path / sums_file(shard.name)).is_file() for shard in manifest.shards):
-        for shard in manifest.shards:
-            read_sums(path / sums_file(shard.name), shard)
-    else:
-        add_page_sums_only(path)
+    for shard in manifest.shards:
+        read_sums(path / sums_file(shard.name), shard)
     client = Client(place, options)
     client.check_redirect(layout.MANIFEST)
-    body = layout.manifest_bytes(replace(manifest, page_sums=bool(manifest.shards)))
+    body = layout.manifest_bytes(manifest)
     there = client.get(layout.MANIFEST) if client.head(layout.MANIFEST) is not None else None
-    # Earlier uploads did not say that there are page sums.
-    is_unmarked = there == layout.manifest_bytes(replace(manifest, page_sums=False))
-    if there is not None and there != body and not is_unmarked:
+    if there is not None and there != body:
         raise _another(str(place))
     files = _files(path, manifest)
     total, done = sum(info.bytes for info in files.values()) + len(body), 0
@@ -110,8 +104,6 @@ def upload(
         progress(done, total)
     if there is None:
         _publish(client, body)
-    elif is_unmarked:
-        client.put(layout.MANIFEST, body)
     progress(total, total)
     return UploadReport(
         store=str(path),
