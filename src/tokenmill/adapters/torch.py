@@ -25,7 +25,6 @@ from tokenmill.errors import ConfigError, ResumeError, StoreCorruptError, Tokenm
 from tokenmill.fingerprint import canonical, digest, first_difference
 from tokenmill.loader import Layout, Loader, row_digests
 from tokenmill.loader.state import merge_states
-from tokenmill.plan.permute import permute_all
 from tokenmill.store.layout import key_file
 from tokenmill.types import AnyArray, Batch
 
@@ -302,21 +301,7 @@ def own_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested
 
 
-# Common parts of the datasets and samplers of several projects.
-
-_BLOCK = 4096
-"""Number of samples whose order is computed together."""
-
-
-def dealt(places: range, size: int, key: int | None) -> Iterator[int]:
-    """Yield the samples at some positions of an epoch: shuffled by a key, or in order without one.
-
-    Positions after the end of the epoch start at its first ones again.
-    """
-    for first in range(0, len(places), _BLOCK):
-        block = places[first : first + _BLOCK]
-        numbers = np.arange(block.start, block.stop, block.step, dtype=np.int64) % size
-        yield from (numbers if key is None else permute_all(numbers, size, np.uint64(key))).tolist()
+# Common parts of the datasets of several projects.
 
 
 def read_windows(store: Store, key: str, begins: Sequence[int], length: int) -> Iterator[tuple[int, AnyArray]]:

@@ -190,8 +190,7 @@ class _Mixing:
         """Finish the mixture, and record the leads of its sources."""
         if self.mixture is not None:
             leads = [self.ahead.get(name, Fraction(0)) for name in self.names]
-            # Far finer than a row; else fractions would grow with every edge.
-            ahead = [round(lead * _GRAIN) / Fraction(_GRAIN) for lead in self.mixture.leads(self.drawn, leads)]
+            ahead = self.mixture.rounded_leads(self.drawn, leads, _GRAIN)
             self.ahead |= dict(zip(self.names, ahead, strict=True))
         self.mixture = self.asked = None
 

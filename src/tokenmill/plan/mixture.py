@@ -158,6 +158,13 @@ class Mixture:
             for lead, drawn, share in zip(before, self.counts(positions), shares, strict=True)
         ]
 
+    def rounded_leads(self, positions: int, before: Sequence[Fraction], grain: int) -> list[Fraction]:
+        """Return the leads after some positions, rounded to parts of a row of 1 / `grain`.
+
+        The next mixture starts from them. Exact leads would grow with every change of weights.
+        """
+        return [Fraction(round(lead * grain), grain) for lead in self.leads(positions, before)]
+
 
 def build_mixture(weights: Sequence[int], leads: Sequence[Fraction] | None = None) -> Mixture:
     """Build the mixture of constant weights, whole and positive; `leads` are those over the shares so far."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from tokenmill.adapters.astrai.store import refuse_unknown
-from tokenmill.adapters.torch import dealt, find_rank
+from tokenmill.adapters.sampling import ResumableSampler
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
-from tokenmill.tables import Count, as_json, check_seed, read_table
+from tokenmill.tables import Count, as_json, read_table
 
 _WHERE = "ResumableDistributedSampler"
 
@@ -32,7 +32,7 @@ class SamplerState:
     """Fingerprint of the dataset; empty if it has none."""
 
 
-class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
+class ResumableDistributedSampler(ResumableSampler):
     """Every item once per epoch, assigned to the ranks in turn, in a new order in each epoch.
 
     A pass starts at item `start_iter` of this rank in `start_epoch` and ends with the epoch; the next pass is the
@@ -56,13 +56,18 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
         replica: tuple[int, int] | None = None,
         **unknown: object,
     ) -> None:
-        super().__init__()
         refuse_unknown(type(self), unknown)
-        check_seed(_WHERE, seed)
         rank, num_replicas = (None, None) if replica is None else replica
-        self.rank, self.num_replicas = find_rank(process_group, rank=rank, world_size=num_replicas)
-        self.num_samples = len(data_source)
-        self.seed, self.drop_last, self.shuffle = seed, drop_last, shuffle
+        super().__init__(
+            _WHERE,
+            process_group,
+            rank=rank,
+            num_replicas=num_replicas,
+            seed=seed,
+            shuffle=shuffle,
+            drop_last=drop_last,
+        )
+        self.size = self.num_samples = len(data_source)
         self._data = str(getattr(data_source, "fingerprint", ""))
         self._moves = 0  # number of moves, for a running pass to notice
         if not self.num_samples_per_replica:
@@ -93,21 +98,16 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
     @property
     def num_samples_per_replica(self) -> int:
         """Number of items of each rank in a whole epoch."""
-        return self._rounds(0)
+        return self.rounds(self.size)
 
     @property
     def total_size(self) -> int:
         """Number of items of all ranks in a whole epoch."""
         return self.num_samples_per_replica * self.num_replicas
 
-    def _rounds(self, position: int) -> int:
-        """Return the number of items of each rank from a position of the epoch on."""
-        spare = 0 if self.drop_last else self.num_replicas - 1
-        return max(0, self.num_samples - position + spare) // self.num_replicas
-
     def __len__(self) -> int:
         """Return the number of items of this rank in a pass that starts now."""
-        return self._rounds(self._begin)
+        return self.rounds(self.size - self._begin)
 
     def __iter__(self) -> Iterator[int]:
         moves = self._moves
@@ -121,9 +121,8 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
 
     def _pass(self) -> Iterator[int]:
         epoch, begin = self.epoch, self._begin
-        places = range(begin + self.rank, begin + len(self) * self.num_replicas, self.num_replicas)
-        key = key64("sampler", self.seed, epoch) if self.shuffle else None
-        for number, index in enumerate(dealt(places, self.num_samples, key), 1):
+        end = begin + len(self) * self.num_replicas
+        for number, index in enumerate(self.samples(begin, end, key64("sampler", self.seed, epoch)), 1):
             self._position = begin + number * self.num_replicas
             yield index
         self._go_to(epoch + 1, 0)
@@ -144,7 +143,7 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
         return state
 
     def _state(self) -> SamplerState:
-        done = not self._rounds(self._position)
+        done = not self.rounds(self.size - self._position)
         return SamplerState(
             version=1,
             epoch=self.epoch + done,
@@ -170,5 +169,5 @@ class ResumableDistributedSampler(torch.utils.data.Sampler[int]):
                 f"{_WHERE}: position must lie within 0:{self.num_samples}, got {saved.position}; {way_out}"
             )
         self._moves += 1
-        done = not self._rounds(saved.position)
+        done = not self.rounds(self.size - saved.position)
         self._go_to(saved.epoch + done, 0 if done else saved.position)

@@ -11,15 +11,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 from msgspec import UNSET, UnsetType
-from torch.utils.data import Sampler
 
 from tokenmill.adapters.kempnerforge.config import AS_SAVED, read_state, warn_of_differences
-from tokenmill.adapters.torch import dealt, find_rank
+from tokenmill.adapters.sampling import ResumableSampler
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.fingerprint import key64
 from tokenmill.plan.mixture import MAX_TOTAL, Mixture, build_mixture, integer_weights
 from tokenmill.plan.permute import permute_all
-from tokenmill.tables import MAX_NUMBER, Count, Positive, as_json, check_seed
+from tokenmill.tables import MAX_NUMBER, Count, Positive, as_json
 from tokenmill.types import Int64Array
 
 BLOCK = 1024
@@ -52,8 +51,8 @@ class SamplerState:
     pending: tuple[Count, ...] | UnsetType = UNSET
 
 
-class RankSampler(Sampler[int]):
-    """Common part of both samplers: rank, epoch, and skipped samples."""
+class RankSampler(ResumableSampler):
+    """Common part of both samplers: epoch, skipped samples, and states."""
 
     kind: ClassVar[str]
     """Name of the sampler in a state."""
@@ -62,18 +61,14 @@ class RankSampler(Sampler[int]):
     runs_on: ClassVar[bool]
     """Whether positions count through all epochs, so that the rest of one starts the next; otherwise they start at
     0 in each epoch."""
-    size: int
-    """Samples of all ranks per epoch."""
     num_samples: int
 
     def __init__(
         self, rank: int | None, num_replicas: int | None, *, shuffle: bool, seed: int, drop_last: bool
     ) -> None:
-        self.rank, self.num_replicas = find_rank(rank=rank, world_size=num_replicas)
-        check_seed("sampler", seed)
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
+        super().__init__(
+            "sampler", rank=rank, num_replicas=num_replicas, seed=seed, shuffle=shuffle, drop_last=drop_last
+        )
         self.epoch = 0
         self.skip = 0
         """Samples of this rank that the next iteration skips."""
@@ -101,7 +96,7 @@ class RankSampler(Sampler[int]):
     def end(self, epoch: int, position: int, places: int) -> int:
         """Return the end of an epoch that continues at `position`: a whole number of rounds later."""
         rest = max(0, self.first(epoch) + self.size - position)
-        return position + (rest // places if self.runs_on or self.drop_last else -(-rest // places)) * places
+        return position + (rest // places if self.runs_on else self.rounds(rest, places)) * places
 
     def bounds(self, epoch: int, places: int) -> tuple[int, int]:
         """Return the first and last possible position of an epoch that is assigned in rounds of this size."""
@@ -138,11 +133,7 @@ class RankSampler(Sampler[int]):
 
 
 class DistributedSampler(RankSampler):
-    """The samples of a dataset in a new order every epoch; rank r of R takes positions r, r + R, r + 2R, ...
-
-    The order is the same for any number of ranks. With `drop_last`, the last samples that do not fill a round are
-    left out, others in every epoch. Without it, the first ones are used again.
-    """
+    """Samples of a dataset in a new order every epoch, so that `drop_last` leaves out other samples each time."""
 
     kind = "distributed"
     runs_on = False
@@ -165,7 +156,7 @@ class DistributedSampler(RankSampler):
                 f"dataset: must have a sample for each of {self.num_replicas} ranks, got {self.size}; add data, or "
                 "use a smaller seq_len"
             )
-        self.num_samples = self.size // self.num_replicas if drop_last else -(-self.size // self.num_replicas)
+        self.num_samples = self.rounds(self.size)
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
@@ -179,8 +170,7 @@ class DistributedSampler(RankSampler):
         Any position is possible, also one from another number of ranks. Positions after the end of the epoch start
         at its first ones again.
         """
-        key = key64(self.seed, "sampler", epoch) if self.shuffle else None
-        return dealt(range(position + self.rank, end, self.num_replicas), self.size, key)
+        return self.samples(position, end, key64(self.seed, "sampler", epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the identity of the order; the loader knows the position of an iteration."""
@@ -224,8 +214,11 @@ class Weighing:
     @cached_property
     def mixture(self) -> Mixture:
         """Mixture that maps positions to sources."""
-        lead = [Fraction(self.ahead[source], _UNITS) for source in self.sources]
-        return build_mixture(tuple(weight for weight in self.weights if weight), lead)
+        return build_mixture(tuple(weight for weight in self.weights if weight), self._leads)
+
+    @property
+    def _leads(self) -> list[Fraction]:
+        return [Fraction(self.ahead[source], _UNITS) for source in self.sources]
 
     def draw(self, positions: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the source at each position, and the number of its earlier draws in the whole run."""
@@ -237,11 +230,10 @@ class Weighing:
         """Return new weights from a position on; sources that lag behind their share are then drawn first."""
         drawn, ahead = list(self.drawn), list(self.ahead)
         length = position - self.start
-        lead = [Fraction(ahead[source], _UNITS) for source in self.sources]
-        counts, leads = self.mixture.counts(length), self.mixture.leads(length, lead)
-        for source, count, more in zip(self.sources, counts, leads, strict=True):
+        leads = self.mixture.rounded_leads(length, self._leads, _UNITS)
+        for source, count, lead in zip(self.sources, self.mixture.counts(length), leads, strict=True):
             drawn[source] += count
-            ahead[source] = round(more * _UNITS)
+            ahead[source] = int(lead * _UNITS)
         return Weighing(start=position, weights=tuple(weights), drawn=tuple(drawn), ahead=tuple(ahead))
 
 
