@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from tokenmill.adapters import need
+from tokenmill.adapters import TESTED_BELOW, need
 from tokenmill.errors import MissingExtraError
 
 NONE = r"adapter: needs {}, got none; pip install 'tokenmill\[extra\]'$"
@@ -49,6 +51,27 @@ def test_one_that_is_too_old_is_said_with_both_versions(at_least, monkeypatch):
 def test_one_that_is_new_enough_is_taken(found, monkeypatch):
     monkeypatch.setattr("tokenmill.adapters.version", lambda _: found)
     need("pytest", extra="extra", adapter="adapter", at_least="8.9")
+
+
+@pytest.mark.parametrize(("installed", "warned"), [("8.9", False), ("8.10.dev0", True), ("9.0", True)])
+def test_one_that_is_newer_than_all_tested_is_imported_with_a_warning(installed, warned, monkeypatch, caplog):
+    monkeypatch.setattr("tokenmill.adapters.version", lambda _: installed)
+    monkeypatch.setitem(TESTED_BELOW, "pytest", "8.10")
+    need("pytest", extra="extra", adapter="adapter")
+    message = f"adapter: pytest {installed} has not been tested, only versions below 8.10; if it fails, pip install"
+    assert [record.getMessage().startswith(message) for record in caplog.records] == [True] * warned
+
+
+def test_extras_end_where_the_tested_versions_do_and_tests_run_below():
+    root = Path(__file__).parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    bounds = {text for extra in ("hf", "trl", "lightning", "torchtitan") for text in extras[extra] if "," in text}
+    assert {text.partition(">=")[0]: text.partition("<")[2] for text in bounds} == TESTED_BELOW
+    pins = dict(
+        line.split("==") for line in (root / "requirements" / "test.txt").read_text().split() if "==" in line
+    )
+    for name, below in TESTED_BELOW.items():
+        assert [int(part) for part in pins[name].split(".")] < [int(part) for part in below.split(".")]
 
 
 def test_one_that_only_stands_on_the_path_has_no_version_to_refuse(tmp_path, monkeypatch):

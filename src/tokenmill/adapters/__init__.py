@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -15,18 +16,29 @@ from importlib.util import find_spec
 from tokenmill.errors import ConfigError, MissingExtraError
 from tokenmill.plan.lr import TokenSchedule
 
+logger = logging.getLogger("tokenmill.adapters")
+TESTED_BELOW = {"lightning": "3", "torchtitan": "0.4", "transformers": "6", "trl": "2"}
+"""Frameworks whose internals an adapter uses -> first version that the adapter has not been tested with."""
 ENDLESS = 1 << 40
 """Steps of live text that has no end of its own."""
 
 
 def need(module: str, *, extra: str, adapter: str, at_least: str | None = None) -> None:
-    """Import a framework, or raise an error that names the extra; `at_least` is a version such as "5.10"."""
+    """Import a framework, or raise an error that names the extra; `at_least` is a version such as "5.10".
+
+    A version that is too new to have been tested logs a warning.
+    """
     if not _is_there(module):
         raise MissingExtraError(f"{adapter}: needs {module}, got none; pip install 'tokenmill[{extra}]'")
-    installed = _version_of(module) if at_least is not None else None
+    installed, below = _version_of(module), TESTED_BELOW.get(module)
     if at_least is not None and installed is not None and _numbers(installed) < _numbers(at_least):
         raise MissingExtraError(
             f"{adapter}: needs {module} {at_least} or later, got {installed}; pip install '{module}>={at_least}'"
+        )
+    if below is not None and installed is not None and _numbers(installed) >= _numbers(below):
+        logger.warning(
+            "%s: %s %s has not been tested, only versions below %s; if it fails, pip install '%s<%s'",
+            *(adapter, module, installed, below, module, below),
         )
     import_module(module)
 
