@@ -178,7 +178,7 @@ def test_only_the_first_thousand_bad_lines_are_listed(tmp_path):
 def test_input_without_documents_is_refused(tmp_path):
     path = tmp_path / "input.jsonl"
     path.write_bytes(b"\n\nbroken\n")
-    with pytest.raises(DocumentError, match=r"must hold at least one document, got none, 1 skipped"):
+    with pytest.raises(DocumentError, match=r"no document was taken, 1 skipped"):
         build(path, tmp_path / "store", on_error="skip")
 
 

@@ -86,7 +86,7 @@ def test_another_tokenizer_under_the_same_path_is_refused(get, tokenizer_folder)
         get(tokenizer=str(tokenizer_folder))
     assert str(caught.value) == (
         "source 'web': the tokenizer must stay as it was when the documents were prepared, "
-        f"got {file} with other content; put it back, or delete {store} to prepare them anew"
+        f"got {file} with other content; put it back, or delete {store} to prepare them again"
     )
 
 
@@ -129,7 +129,7 @@ def test_other_files_are_refused_with_the_folder_to_delete(get, tmp_path, change
         get(folder)
     told = str(caught.value)
     assert told.startswith("source 'web': documents must stay as they were when they were prepared, got ")
-    assert told.endswith(f"{got}; put the files back, or delete {store} to prepare them anew")
+    assert told.endswith(f"{got}; put the files back, or delete {store} to prepare them again")
     shutil.rmtree(store)
     assert get(folder) == store
     assert texts_of(open_store(store))[:2] == ["one", "two"]

@@ -170,7 +170,7 @@ def test_a_bad_record_of_a_part_is_told_with_its_line_in_the_file(corpus, wanted
 
 
 def test_parts_are_refused_without_a_list_for_another_one_and_after_damage(corpus, tmp_path):
-    with pytest.raises(StoreMissingError, match=r"must hold a list of units .*--plan-only` first"):
+    with pytest.raises(StoreMissingError, match=r"there is no list of units; .*--plan-only` first"):
         run_part(tmp_path / "none", "1/2")
     with pytest.raises(ConfigError, match=r"part: must be a part of a number of parts, got '3/2'; write 3/64"):
         run_part(tmp_path, "3/2")
@@ -182,7 +182,7 @@ def test_parts_are_refused_without_a_list_for_another_one_and_after_damage(corpu
         run_part(out, "1/2", asked=asked_for(corpus / "bad.jsonl", "x", "text", PrepareOptions()))
     listed = out / ".prepare" / "units.jsonl"
     listed.write_bytes(listed.read_bytes().replace(b"bad.jsonl", b"bed.jsonl"))
-    with pytest.raises(StoreCorruptError, match=r"units\.jsonl: must be as prepare wrote it"):
+    with pytest.raises(StoreCorruptError, match=r"units\.jsonl: its content is not what prepare wrote"):
         run_part(out, "1/2")
 
 

@@ -166,7 +166,7 @@ def test_a_copy_of_an_object_that_changed_is_not_taken_for_the_one_before(tmp_pa
 
 @pytest.mark.usefixtures("corpus")
 def test_what_is_not_there_is_named_and_local_paths_stay(place, tmp_path):
-    with pytest.raises(DocumentError, match=r"\*\.parquet: must be an object, or a folder or glob of some"):
+    with pytest.raises(DocumentError, match=r"\*\.parquet: found no object that can be read"):
         copy_inputs(below(place, "*.parquet"), tmp_path / "here", is_known=is_known)
     assert copy_inputs(["x/*.jsonl", tmp_path], tmp_path / "here", is_known=is_known) == ["x/*.jsonl", tmp_path]
 

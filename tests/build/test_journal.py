@@ -107,7 +107,7 @@ def test_a_journal_that_cannot_be_read_is_named_and_a_rebuild_is_the_way_out(tmp
     path = write_file(tmp_path / "a.jsonl", TEXTS)
     whole = files_of(build(path, tmp_path / "out").path)
     (tmp_path / "out" / ".prepare" / name).write_bytes(b"{}")
-    with pytest.raises(StoreCorruptError, match=rf"{name}: must be as prepare wrote it, .*with rebuild=True"):
+    with pytest.raises(StoreCorruptError, match=rf"{name}: .* is not what prepare wrote; .*with rebuild=True"):
         build(path, tmp_path / "out")
     build(path, tmp_path / "out", rebuild=True)
     assert files_of(tmp_path / "out") == whole
@@ -157,7 +157,7 @@ def test_a_file_that_is_written_to_during_the_build_is_refused(tmp_path, monkeyp
         return first(self, **position)
 
     monkeypatch.setattr(SegmentWriter, "commit", commit)
-    with pytest.raises(DocumentError, match=r"b\.jsonl: must (stay as it is|be readable)"):
+    with pytest.raises(DocumentError, match=r"b\.jsonl: (changed while it was read|must be readable)"):
         build(tmp_path / "in", tmp_path / "out", deduplicate=deduplicate, chunk_bytes=1 << 20)
     monkeypatch.undo()
     assert not (tmp_path / "out" / "manifest.json").exists()
@@ -194,5 +194,5 @@ def test_odd_names_are_kept_and_impossible_ones_refused(tmp_path):
     assert [file["name"] for file in read_manifest(tmp_path / "out $(x)").inputs] == [path.name]
     odd = os.fsdecode(os.path.join(os.fsencode(tmp_path), b"\xff.jsonl"))
     shutil.copy(path, odd)
-    with pytest.raises(DocumentError, match=r"a path must be UTF-8, got other bytes; rename it"):
+    with pytest.raises(DocumentError, match=r"a path must be UTF-8; rename it"):
         build(odd, tmp_path / "other")

@@ -240,7 +240,7 @@ def test_a_damaged_journal_is_named_and_a_rebuild_is_the_way_out(tmp_path):
     build(corpus, tmp_path / "store")
     ledger = tmp_path / "store" / ".prepare" / "inputs.json"
     ledger.write_bytes(ledger.read_bytes().replace(b"a.jsonl", b"b.jsonl"))
-    with pytest.raises(StoreCorruptError, match=r"inputs\.json: must be as prepare wrote it.*rebuild=True"):
+    with pytest.raises(StoreCorruptError, match=r"inputs\.json: .* is not what prepare wrote.*rebuild=True"):
         build(corpus, tmp_path / "store")
 
 
@@ -447,7 +447,7 @@ def test_a_ledger_of_another_version_is_named_and_a_rebuild_is_the_way_out(tmp_p
     build(corpus, tmp_path / "store")
     ledger = tmp_path / "store" / ".prepare" / "inputs.json"
     write_signed(ledger, {**read_signed(ledger), "news": 1})
-    with pytest.raises(StoreCorruptError, match=r"inputs\.json: must be of this version.*rebuild=True"):
+    with pytest.raises(StoreCorruptError, match=r"inputs\.json: it was written by another version.*rebuild=True"):
         build(corpus, tmp_path / "store")
     assert build(corpus, tmp_path / "store", rebuild=True).documents == 10
 

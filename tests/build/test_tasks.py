@@ -97,7 +97,7 @@ def test_a_damaged_list_or_job_is_named(planned, name):
     journal = planned / "out" / ".prepare"
     (file,) = journal.glob(f"{name}*")
     file.write_bytes(file.read_bytes().replace(b"bytes", b"bites", 1))
-    with pytest.raises(StoreCorruptError, match=rf"{file.name}: must be as prepare wrote it"):
+    with pytest.raises(StoreCorruptError, match=rf"{file.name}: its content is not what prepare wrote"):
         run_part(planned / "out", "0/1", workers=1, progress=False)
 
 

@@ -94,7 +94,7 @@ def test_empty_texts_are_left_out_whatever_else_is_asked_for(tmp_path, options, 
 
 def test_a_corpus_of_empty_texts_is_no_store_but_adds_nothing_to_one(tmp_path):
     path = write_file(tmp_path / "a.jsonl", ["", ""])
-    with pytest.raises(DocumentError, match=r"must hold at least one document, got none, 2 skipped \(empty 2\)"):
+    with pytest.raises(DocumentError, match=r"no document was taken, 2 skipped \(empty 2\)"):
         build(path, tmp_path / "out")
     build(write_file(tmp_path / "b.jsonl", ["b"]), tmp_path / "out")
     report = build([path, tmp_path / "b.jsonl"], tmp_path / "out")

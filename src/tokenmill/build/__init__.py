@@ -1,14 +1,15 @@
-"""From files of text to a store.
+"""Builds: files of text or records become stores.
 
 1. In: paths, globs, folders or datasets, or records in memory (`records`); a tokenizer; a recipe; options.
-2. Does: makes a job of what was asked for (`job`), cuts the input into units of work (`build`), turns each into
-   shards (`unit`) by any engine (`engines`), or part by part in separate processes (`parts`), with a journal from
-   which any later call goes on (`journal`); then makes the shards a store. Memory does not grow with the input.
+2. Does: makes a job of the arguments (`job`). Reads the state of the folder and decides what to do (`state`). Cuts
+   the input into a list of tasks (`cut`, `tasks`). Does them by any engine (`schedule`, `engines`), or part by part
+   in separate processes (`parts`): each unit becomes shards (`unit`, `select`). Makes stores of the shards
+   (`publish`). Memory does not grow with the input.
 3. Out: a finished store, or one for each domain and split; a report. The bytes depend on the documents and the
-   options, never on the number of workers, or on how often the build was interrupted.
+   options only, and not on the number of workers or interruptions.
 
-Around it: `progress` shows how far a build is, `staged` copies inputs from object storage and stores to it, and
-`cached` prepares the documents that a run names.
+All state is in files (`journal`), and `docs/explanation/build.md` draws it. `progress` and `status` show it.
+`staged` and `uploads` build from and for object storage. `cached` prepares the documents that a run names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`prepare`: inputs are cut into units, units become shards in worker processes, shards become stores."""
+"""`prepare`: cuts inputs into units, makes shards of units in worker processes, and stores of shards."""
 
 from __future__ import annotations
 
@@ -38,11 +38,20 @@ from tokenmill.build.journal import Ledger, TakenFile
 from tokenmill.build.progress import Progress, Show, Step, shown_progress
 from tokenmill.build.publish import Publication, UnitShards, drop_unreadable, finish_publishing, publish
 from tokenmill.build.records import ArrowData, Paths, Records, paths_or_records, written_records
-from tokenmill.build.schedule import Outcome, WorkerPool, bad_record, check_timeout, num_workers_of, run_tasks
+from tokenmill.build.schedule import (
+    MAX_IN_FLIGHT,
+    Outcome,
+    WorkerPool,
+    bad_record,
+    check_timeout,
+    num_workers_of,
+    run_tasks,
+)
 from tokenmill.build.select import LEFT_OUT
 from tokenmill.build.staged import build_remote, staging_parent
 from tokenmill.build.state import Build, Request, open_build
 from tokenmill.build.tasks import TaskList
+from tokenmill.build.uploads import MAX_UNITS, UnitUploads
 from tokenmill.documents import InputFile, content_digest, format_of
 from tokenmill.encode.recipe import Recipe
 from tokenmill.encode.recipe.encoder import ANSWERS_CUT, TOO_LONG
@@ -89,7 +98,7 @@ class PrepareReport:
     units: int
     """Units of work of this build."""
     resumed_units: int
-    """Those among them that an earlier, interrupted try had finished."""
+    """Units that an earlier, interrupted build had finished."""
     input_bytes: int
     """Size of the new files as they are on disk, compressed or not."""
     text_bytes: int
@@ -101,18 +110,18 @@ class PrepareReport:
     truncated: int
     """Records that were cut to `max_seq_len`."""
     notes: Mapping[str, int]
-    """What else was done to records, and to how many: tools or reasoning that the chat template does not write."""
+    """Note -> number of records, such as those whose tools the chat template does not write."""
     engine: str
-    """What ran the tokenizer."""
+    """Engine of the tokenizer."""
     framing: str
-    """Which strings are BOS and EOS, and what says so."""
+    """Strings of BOS and EOS, and the file that specifies them."""
     seconds: float
     opening_seconds: float
-    """How much of that went into finding the files and opening and proving the tokenizer."""
+    """Seconds to find the files, and to open and verify the tokenizer."""
 
     @property
     def fingerprint(self) -> str:
-        """Of the store, or of all of them."""
+        """Fingerprint of the store, or of all stores."""
         if len(self.stores) == 1:
             return self.stores[0].fingerprint
         return digest([[store.route, store.fingerprint] for store in self.stores])
@@ -270,8 +279,9 @@ def _build_store(  # noqa: PLR0913 - the arguments of `prepare`
     options: PrepareOptions,
     unit_timeout: float | None,
     asked_inputs: Paths | None,
+    address: str | None = None,
 ) -> PrepareReport:
-    """Build a store, or add to it, in a folder."""
+    """Build a store, or add to it, in a folder; with an `address`, its shards are uploaded there and removed."""
     begin = time.monotonic()
     check_timeout(unit_timeout)
     num_workers = num_workers_of(workers, executor)
@@ -285,8 +295,10 @@ def _build_store(  # noqa: PLR0913 - the arguments of `prepare`
     result, job, opened = None, setting.job, setting.opened
     with opened_build(setting, rebuild=rebuild) as (build, lease):
         if build.files:
-            with closing(WorkerPool(job, opened, num_workers, executor, unit_timeout)) as pool:
-                result = run_build(build, asked, pool, show)
+            uploads = None if address is None else UnitUploads(build.journal, address)
+            max_units = MAX_IN_FLIGHT if uploads is None else MAX_UNITS
+            with closing(WorkerPool(job, opened, num_workers, executor, unit_timeout, max_units)) as pool:
+                result = run_build(build, asked, pool, show, uploads)
             lease.check()
             _publish(build, result, job, opened, setting.warning)
         report = _report(build, result, opened, setting.framing, opening_seconds, begin)
@@ -297,7 +309,7 @@ def _build_store(  # noqa: PLR0913 - the arguments of `prepare`
 
 @contextmanager
 def opened_build(setting: Setting, *, rebuild: bool) -> Iterator[tuple[Build, Lease]]:
-    """Find out what there is to do in the folder of the store, and hold its lease for as long as that takes."""
+    """Begin or resume the build in the folder of the store, and hold its lease."""
     journal, options = setting.journal, setting.job.options
     with _system_errors_explained(journal.out):
         make_folder(journal.out)
@@ -378,11 +390,14 @@ class BuildResult:
     taken: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict)
     """Path -> route -> documents and tokens."""
 
-    def add(self, outcome: Outcome, recipe: Recipe, *, stop: bool) -> None:
-        """Count a unit, or digests of files; raise for the first bad record if bad records `stop` the build."""
+    def add(self, outcome: Outcome, recipe: Recipe, *, stop: bool) -> Sequence[UnitShards]:
+        """Count a unit, or digests of files, and return the segments that are new.
+
+        Raise for the first bad record if bad records `stop` the build.
+        """
         if outcome.digests is not None:
             self.contents.update(outcome.digests)
-            return
+            return ()
         unit, segments, resumed = outcome.task.unit, outcome.segments, outcome.is_resumed
         # For each piece: its file, the noun for its records, and the lines before it in the file.
         pieces_begin: list[tuple[str, str, int]] = []
@@ -410,9 +425,12 @@ class BuildResult:
             self.units.append(UnitShards(key=segment.key, shards=segment.shards, pieces=tuple(pieces_begin)))
         self.num_units += 1
         self.resumed += resumed
+        return self.units[len(self.units) - len(segments) :]
 
 
-def run_build(build: Build, asked: Mapping[str, Any], pool: WorkerPool, show: Show) -> BuildResult:
+def run_build(
+    build: Build, asked: Mapping[str, Any], pool: WorkerPool, show: Show, uploads: UnitUploads | None = None
+) -> BuildResult:
     """Do all tasks that are not done yet; the result is that of an uninterrupted run in one process."""
     journal, stop = build.journal, pool.opened.stop
     cut = cut_build(build, pool.opened)
@@ -424,12 +442,14 @@ def run_build(build: Build, asked: Mapping[str, Any], pool: WorkerPool, show: Sh
     result = BuildResult(scans=cut.scans)
     with closing(run_tasks(journal, tasks, range(len(tasks)), pool, show)) as outcomes:
         for outcome in outcomes:
-            result.add(outcome, pool.job.recipe, stop=stop)
+            for unit in result.add(outcome, pool.job.recipe, stop=stop):
+                if uploads is not None:
+                    uploads.send(unit)
     for file in build.files:
         if file.path not in result.contents:  # empty files belong to no unit
             result.contents[file.path] = content_digest(file)
     _check_unchanged(build, tasks, result.scans)
-    _refuse_nothing(build, result)
+    _check_not_empty(build, result)
     return result
 
 
@@ -448,12 +468,12 @@ def _check_unchanged(build: Build, tasks: TaskList, scans: Sequence[str]) -> Non
         if scans:
             (build.journal.scans / scans[task.unit.index]).unlink(missing_ok=True)
     raise DocumentError(
-        f"{min(changed)}: must stay as it is while a build reads it, got another size or time of change; "
-        "let nothing write to it, and run again: it goes on with the other files"
+        f"{min(changed)}: changed while it was read; "
+        "let no other process write to it, and run again: the other files are done"
     )
 
 
-def _refuse_nothing(build: Build, result: BuildResult) -> None:
+def _check_not_empty(build: Build, result: BuildResult) -> None:
     """Raise if there is not one document: an empty store is a mistake that would show much later.
 
     Files may add nothing to a store that exists, unless all their records are bad.
@@ -464,7 +484,7 @@ def _refuse_nothing(build: Build, result: BuildResult) -> None:
         reasons = ", ".join(f"{reason} {count:,}" for reason, count in sorted(skipped.items()))
         more = f" and {len(build.files) - 1} more" if len(build.files) > 1 else ""
         raise DocumentError(
-            f"{build.files[0].label}{more}: must hold at least one document, got none, "
+            f"{build.files[0].label}{more}: no document was taken, "
             f"{sum(skipped.values())} skipped ({reasons or 'the files are empty'}); "
             "check the files and the fields"
         )

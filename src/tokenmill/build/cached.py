@@ -25,7 +25,7 @@ from tokenmill.store.layout import MANIFEST, TOKENIZER_FOLDER, read_manifest
 from tokenmill.store.lease import find_holder
 
 MAX_WAIT_SECONDS = 3600.0
-"""How long to wait for another process."""
+"""Seconds to wait for another process."""
 _FIRST_SECONDS, _LONGEST_SECONDS = 0.05, 5.0
 """Between two looks at a build of another process, at first and after a while."""
 _log = logging.getLogger("tokenmill")
@@ -96,7 +96,7 @@ def _check_documents(documents: Sequence[str], store: Path, where: str) -> None:
     if change is not None:
         raise StoreExistsError(
             f"{where}: documents must stay as they were when they were prepared, got {change}; put the files back, "
-            f"or delete {store} to prepare them anew"
+            f"or delete {store} to prepare them again"
         )
 
 
@@ -129,7 +129,7 @@ def _is_on_hub(item: str) -> bool:
 def _check_tokenizer(tokenizer: str, store: Path, where: str) -> None:
     """Refuse a tokenizer whose files are not those that the store was made with; one that is gone does no harm.
 
-    All its files count: BOS and EOS may be named beside the one that has the vocabulary. A name on the hub is
+    All its files count: BOS and EOS may be in another file than the vocabulary. A name on the hub is
     resolved once, when its store is prepared.
     """
     if is_hub_name(tokenizer):
@@ -149,7 +149,7 @@ def _check_tokenizer(tokenizer: str, store: Path, where: str) -> None:
     file = Path(tokenizer) / changed if Path(tokenizer).is_dir() else tokenizer
     raise StoreExistsError(
         f"{where}: the tokenizer must stay as it was when the documents were prepared, got {file} with "
-        f"other content; put it back, or delete {store} to prepare them anew"
+        f"other content; put it back, or delete {store} to prepare them again"
     )
 
 
@@ -173,5 +173,5 @@ def _check_recipe(recipe: str | Mapping[str, object], tokenizer: str, store: Pat
     if difference is not None:
         raise StoreExistsError(
             f"{where}: the recipe must stay as it was when the documents were prepared, got {difference[0]} "
-            f"{difference[1]!r} -> {difference[2]!r}; put it back, or delete {store} to prepare them anew"
+            f"{difference[1]!r} -> {difference[2]!r}; put it back, or delete {store} to prepare them again"
         )

@@ -1,7 +1,7 @@
 """Files of text or records in object storage, copied to a folder on this machine, from where they are read.
 
-A copy is kept with the version of its object, and made anew when that has changed. One process of a machine copies,
-the others wait for it; what was not copied whole has another name. A journal lists the copies, a line per object.
+A copy is stored with the version of its object, and downloaded again when that has changed. One process of a
+machine copies, and the others wait for it. A partial copy has another name. A journal has a line per copy.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _copied(
 def _objects(
     address: Address, pattern: str | None, is_known: Callable[[str], bool], options: RemoteOptions
 ) -> tuple[Address, list[ObjectInfo]]:
-    """Return the folder of what an address stands for, and the objects in it."""
+    """Return the folder of an address, and the objects in it."""
     if pattern is None:
         folder, _, name = address.key.rpartition("/")
         above = replace(address, key=folder)
@@ -127,8 +127,8 @@ def _objects(
     ]
     if not objects:
         raise DocumentError(
-            f"{address}{f'/{pattern}' if pattern else ''}: must be an object, or a folder or glob of some that can "
-            "be read, got none; fix the address"
+            f"{address}{f'/{pattern}' if pattern else ''}: found no object that can be read, at this address, in "
+            "this folder or for this glob; fix the address"
         )
     return address, objects
 
@@ -155,7 +155,7 @@ def _translated(pattern: str) -> re.Pattern[str]:
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether an object is hidden, or has a name that no file may have; neither is an input."""
+    """Return whether an object is hidden, or has a name that no file may have; neither is an input."""
     return any(not part or part.startswith(".") for part in name.split("/"))
 
 

@@ -1,9 +1,8 @@
-"""What a build was asked for, as a job: options, recipe, tokenizer, a function of the user; and doing its tasks.
+"""Job of a build: its options, recipe and tokenizer, and a function of the user.
 
-A job holds all that a worker needs beside the files to read and the folder to write to: the files of the tokenizer
-and the chat template go with it, by content. So any machine that sees input and output can do a task of it. A
-function of the user is never pickled: the job and the manifest have its name and a hash of its source, and a worker
-imports it by its module.
+A job contains all that a worker needs in addition to the input and the output folder, also the files of the
+tokenizer and the chat template. So any machine that sees input and output can do its tasks. A function of the user
+is never pickled: job and manifest have its name and a hash of its source, and a worker imports it by its module.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def settle_recipe(spec: RecipeSpec, options: PrepareOptions) -> Recipe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MapIdentity:
-    """Which function it is."""
+    """Identity of a function of the user."""
 
     module: str
     name: str
@@ -125,7 +124,7 @@ def identify(function: MapRecord) -> MapIdentity:
 
 
 def is_importable(identity: MapIdentity) -> bool:
-    """Tell whether another process can import the function; it cannot import one of the main script."""
+    """Return whether another process can import the function, which it cannot from the main script."""
     return identity.module != "__main__" and "<" not in identity.name and "." not in identity.name
 
 
@@ -141,8 +140,8 @@ def load_map(identity: MapIdentity) -> MapRecord:
         ) from error
     if identify(function) != identity:
         raise ConfigError(
-            f"map: {identity.module}.{identity.name} must be the same for all workers, got another source; let "
-            "nothing write to it, and run again"
+            f"map: {identity.module}.{identity.name} its source has changed since the build began; let "
+            "no other process write to it, and run again"
         )
     return function
 
@@ -176,12 +175,12 @@ def search_current_folder() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """What a worker has to know beside its task: plain values, the same for all tasks."""
+    """Arguments of all tasks of a build, as plain values."""
 
     folder: str
-    """Where units are written."""
+    """Folder of the units."""
     tokenizer: str
-    """What names the tokenizer."""
+    """Name of the tokenizer."""
     files: Mapping[str, bytes]
     """The files of the tokenizer, by name; none for `bytes`."""
     identity: Mapping[str, Any]
@@ -195,7 +194,7 @@ class Job:
     map: MapIdentity | None = None
     """The function of the user that records go through first, if there is one."""
     version: str = __version__
-    """Of the tokenmill that made the job: no other may do its tasks."""
+    """Version of tokenmill that made the job; only this version does its tasks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,7 +257,7 @@ def _open_with(job: Job, tokenizer: Tokenizer, map: MapRecord | None) -> OpenJob
     identity, output = tokenizer.identity, recipe.output
     # The recipe reads one text field, and nobody asks for another one: not `keep`, and no function either.
     text_only = recipe.text_field is not None and not job.options.keep and map is None
-    # What `encode` gives is bare, so that BOS stands nowhere but where it is placed; templates may place two.
+    # Ids of `encode` contain no special tokens, so BOS is only where it is placed; templates may place two.
     bare = text_only and recipe.control_strings != "encode"
     bos_is_control = identity.bos_id in tokenizer.special_ids.values()
     if not text_only:
@@ -315,21 +314,21 @@ def _fields_of(recipe: Recipe, options: PrepareOptions) -> tuple[str, ...]:
 # From what was asked for to an open job.
 
 _IDENTITY_OPTIONS = ("format", "text_unit", "max_record_bytes")
-"""Options beside the recipe and the tokenizer that decide what is in a store; more count if they are set."""
+"""Options that change the content of a store, in addition to the recipe; others do only if they are set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a build was asked for, with its job open."""
+    """Arguments of a build, with its job open."""
 
     journal: Journal
     files: Sequence[InputFile]
     job: Job
     opened: OpenJob
     warning: str | None
-    """Why the fast engine of the tokenizer is not used; None if it is."""
+    """Reason why the fast engine of the tokenizer is not used; None if it is."""
     framing: str
-    """Which strings are BOS and EOS, and what says so."""
+    """Strings of BOS and EOS, and the file that specifies them."""
 
 
 def open_setting(
@@ -403,7 +402,7 @@ def _input_files(inputs: Paths | InputFile, out: Path, options: PrepareOptions) 
     listed = find_files(inputs, format=options.format)
     for path in (str(out.absolute()), *(file.path for file in listed.files)):
         if not path.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in path):
-            raise DocumentError(f"{path!r}: a path must be UTF-8, got other bytes; rename it")
+            raise DocumentError(f"{path!r}: a path must be UTF-8; rename it")
     store = os.path.realpath(out)
     real_folder = cache(os.path.realpath)  # of few folders there may be millions of files
 

@@ -43,9 +43,11 @@ PUBLISH = "publish.json"
 FINISHED = "inputs.json"
 RESULT = "result.json"
 ROUTES = "routes"
+UPLOADED = "uploaded.json"
+"""Record of a unit whose arrays were uploaded and removed (see `uploads`)."""
 UNITS = "units.jsonl"
 STOPPED = "stopped.txt"
-"""Why the build ended before it was finished, for people."""
+"""File with the error that ended the build, for people."""
 _UNNAMED_ROUTE = "store"
 """Folder of the route without a name."""
 
@@ -273,7 +275,7 @@ def unit_result(units: Path, key: str) -> UnitResult | None:
     """Return the result of a finished segment; None if it is not finished, or a file is missing or cut."""
     try:
         result = read_record(UnitResult, units / key / RESULT)
-        if result is not None:
+        if result is not None and not (units / key / UPLOADED).exists():
             check_unit(units / key, result)
     except StoreCorruptError:
         return None  # it is done again
@@ -320,8 +322,7 @@ def read_signed(path: Path) -> dict[str, Any] | None:
         value, checksum = {}, ""
     if checksum != _checksum(value):
         raise StoreCorruptError(
-            f"{path}: must be as prepare wrote it, got other content; "
-            "start over with rebuild=True, or at another path"
+            f"{path}: its content is not what prepare wrote; start over with rebuild=True, or at another path"
         )
     return dict(value)
 
@@ -337,8 +338,7 @@ def _typed(kind: type[T], value: Mapping[str, Any], path: Path) -> T:
         return read_table(kind, value, f"{path}:", error=StoreCorruptError)
     except StoreCorruptError as error:
         raise StoreCorruptError(
-            f"{path}: must be of this version of tokenmill, got other fields ({error}); "
-            "start over with rebuild=True"
+            f"{path}: it was written by another version of tokenmill ({error}); start over with rebuild=True"
         ) from None
 
 

@@ -23,7 +23,7 @@ class OptionHelp:
     help: str
     metavar: str | None
     shown: str | None
-    """Default to print where None stands for another value."""
+    """Default to print if None means another value."""
 
 
 def _option(default: Any, group: str, help: str, *, metavar: str | None = None, shown: str | None = None) -> Any:  # noqa: ANN401
@@ -58,13 +58,13 @@ class PrepareOptions:
         metavar="HOW",
         shown="text",
     )
-    """What becomes of strings such as `<|endoftext|>` in raw text: ordinary `text`, `encode`, or `drop`."""
+    """Treatment of strings such as `<|endoftext|>` in raw text: ordinary `text`, `encode`, or `drop`."""
     system: str | None = _option(None, "Chat", "System message of conversations that have none", metavar="TEXT")
-    """What the system says in every conversation that does not say it itself."""
+    """System message of every conversation that has none."""
     train_turns: str | None = _option(
         None, "Chat", "Messages of trained roles to train on: all, last", metavar="WHICH", shown="as the recipe"
     )
-    """Which messages of the trained roles are trained on: `all`, or the `last`."""
+    """Messages of trained roles to train on: `all`, or the `last`."""
     mask: Mapping[str, str] | None = _option(
         None,
         "Chat",
@@ -88,25 +88,25 @@ class PrepareOptions:
         metavar="KIND",
         shown="by file ending",
     )
-    """How files are read whatever their endings: `text`, `jsonl`, `json`, `parquet`, `arrow`, `csv`, `tsv`, ..."""
+    """Format of all files, whatever their endings: `text`, `jsonl`, `json`, `parquet`, `arrow`, `csv`, ..."""
     delimiter: str | None = _option(
         None, "Input", "Separator between the cells of CSV and TSV", metavar="CHAR", shown="comma, tab"
     )
-    """What stands between the cells of CSV and TSV files; None: a comma, a tab."""
+    """Separator between the cells of CSV and TSV files; None: a comma, a tab."""
     text_unit: str = _option("file", "Input", "Unit of a document in text files: file, line", metavar="UNIT")
-    """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
+    """Document of a plain text file: the `file`, or each `line` that is not blank."""
     keep: tuple[str, ...] = _option(
         (), "Input", "Fields to keep with each document, such as id,url", metavar="NAMES"
     )
-    """Fields of a record that are kept beside its document, such as `id` and `url`, named as `text_field` is. Long
+    """Fields of a record that are kept with its document, such as `id` and `url`, named like `text_field`. Long
     values are cut. Which file and line a document came from is noted always."""
     on_error: str = _option(
         "stop", "Input", "Action for bad records and broken files: stop, skip", metavar="ACTION"
     )
-    """What a bad record does, or a file that is broken: `stop` the build, or be `skip`ped, counted by reason and
+    """Action for a bad record or a broken file: `stop` the build, or `skip` it, counted by reason and
     listed in the manifest; of a broken file, what cannot be read any more."""
     keep_empty: bool = _option(False, "Filters", "Keep texts without a character")
-    """Whether a text without a character becomes a document, of BOS and EOS alone; else it is left out, counted as
+    """Make a text without a character a document, of BOS and EOS alone. By default it is left out, counted as
     `empty`."""
     min_chars: int | None = _option(None, "Filters", "Drop records with fewer characters", metavar="N")
     """Records with fewer characters are left out, and counted."""
@@ -118,13 +118,13 @@ class PrepareOptions:
     on_long: str | None = _option(
         None, "Filters", "Action for longer records: cut, drop, stop", metavar="ACTION", shown="cut"
     )
-    """What becomes of them: `cut` (the default), `drop`, counted as `too_long`, or `stop` the build."""
+    """Action for them: `cut` (the default), `drop`, counted as `too_long`, or `stop` the build."""
     domain_key: str | None = _option(
         None, "Output", "Field that names a domain; one store per domain", metavar="NAME"
     )
     """Field that names the domain of a record; every domain becomes a store of its own below `out`."""
     deduplicate: bool | None = _option(None, "Filters", "Keep only the first of records with equal content")
-    """Of records with the same content only the first is taken."""
+    """Take only the first of records with equal content."""
     val_fraction: float | None = _option(
         None, "Output", "Share of records for OUT/val; the rest: OUT/train", metavar="SHARE"
     )
@@ -135,12 +135,12 @@ class PrepareOptions:
     )
     """`bin`, or `h5` for HDF5."""
     add_bos: bool | None = _option(None, "Tokenizer", "Start each document with BOS", shown="as the tokenizer")
-    """Whether documents start with BOS; None: as the tokenizer has it."""
+    """Start documents with BOS; None: as the tokenizer has it."""
     add_eos: bool | None = _option(None, "Tokenizer", "End each document with EOS", shown="as the tokenizer")
     bos_token: str | None = _option(
         None, "Tokenizer", "String of the BOS token", metavar="TOKEN", shown="as the tokenizer"
     )
-    """Which of the tokenizer's strings is BOS, where it does not say."""
+    """String of the tokenizer that is BOS, if the tokenizer does not specify it."""
     eos_token: str | None = _option(
         None,
         "Tokenizer",
@@ -151,11 +151,11 @@ class PrepareOptions:
     engine: str = _option(
         "auto", "Tokenizer", "Tokenizer engine; auto: the fast one, where verified", metavar="ENGINE"
     )
-    """What runs the tokenizer. `auto`: the fast engine if it agrees with the reference on a sample, else that."""
+    """Engine of the tokenizer. `auto`: the fast one if it agrees with the reference on a sample."""
     chunk_bytes: int | None = None
-    """How much input is one unit of work, which becomes a shard; None: by its size, 4 to 256 MiB (`chunk_size`)."""
+    """Size of a unit of input, which becomes a shard; None: 4 to 256 MiB, by the size of the input."""
     same_names: bool = _option(False, "Input", "Add files whose names are in the store already")
-    """Whether a file with the name of one that is in the store, and other content, is another file; else it is
+    """Take a file with the name of one in the store, and other content, as another file. By default it is
     refused, as one that has changed."""
     max_record_bytes: int = _option(
         MAX_RECORD_BYTES, "Advanced", "Size limit of a record", metavar="BYTES", shown="64 MiB"
@@ -164,7 +164,7 @@ class PrepareOptions:
     max_expansion: int = _option(
         MAX_EXPANSION, "Advanced", "Limit of text per file, relative to its size", metavar="N"
     )
-    """How many times its size a file may hold of text, compressed or encoded; 4 GiB are always allowed."""
+    """Limit of the text of a file, compressed or encoded, relative to its size; 4 GiB are always allowed."""
 
     def __post_init__(self) -> None:
         check_fields(self)

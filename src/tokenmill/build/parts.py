@@ -102,7 +102,7 @@ def plan_units(
 ) -> UnitsReport:
     """Write the list of units of a build to the folder of the store; nothing of them is done.
 
-    Arguments are those of `prepare`. A second call writes the list anew; units that are done stay done. Inputs that
+    Arguments are those of `prepare`. A second call writes the list again, and finished units stay. Inputs that
     are addresses are copied to `staging` first, which parts must see under the same path.
     """
     options = PrepareOptions() if options is None else options
@@ -230,8 +230,7 @@ def _list_for(journal: Journal, asked: Mapping[str, Any] | None) -> TaskList | N
         if (journal.out / MANIFEST).exists() or journal.ledger() is not None:
             return None
         raise StoreMissingError(
-            f"{journal.out}: must hold a list of units to do a part of, got none; "
-            "write it with `tokenmill prepare --plan-only` first"
+            f"{journal.out}: there is no list of units; write it with `tokenmill prepare --plan-only` first"
         )
     difference = None if asked is None else first_difference(dict(tasks.head.asked), msgspec.to_builtins(asked))
     if difference is not None:

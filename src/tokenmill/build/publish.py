@@ -12,7 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokenmill.build.journal import FINISHED, PUBLISH, Journal, Ledger, read_record, route_folder, write_signed
+from tokenmill.build.journal import (
+    FINISHED,
+    PUBLISH,
+    UPLOADED,
+    Journal,
+    Ledger,
+    read_record,
+    route_folder,
+    write_signed,
+)
 from tokenmill.errors import StoreCorruptError
 from tokenmill.store import layout, writer
 from tokenmill.store.files import in_threads, make_folder, sync_folder, write_atomically
@@ -33,6 +42,14 @@ class UnitShards:
     """Route -> shards."""
     pieces: tuple[tuple[str, str, int], ...] = ()
     """For each piece of the unit: name of its file, noun for its records, and number of lines before it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UploadedUnit:
+    """Record of a segment whose files are in object storage and no longer here."""
+
+    shards: Mapping[str, tuple[layout.ShardInfo, ...]]
+    """Route -> shards under their names in the store."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +136,9 @@ def _move(journal: Journal, move: tuple[UnitShards, str, int]) -> tuple[list[lay
     Return the shards under their new names, and the file of their origins if there is one, which is not synced.
     """
     unit, route, first = move
+    uploaded = read_record(UploadedUnit, journal.units / unit.key / UPLOADED)
+    if uploaded is not None:
+        return list(uploaded.shards[route]), []
     folder, store, shards = route_folder(journal.units / unit.key, route), journal.out / route, unit.shards[route]
     file = origins_file(store, first)
     has_origins = publish_origins(folder, file, sum(shard.documents for shard in shards), unit.pieces)

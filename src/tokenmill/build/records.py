@@ -55,7 +55,7 @@ class Records:
 
     items: Iterable[object]
     is_arrow: bool = False
-    """Whether the items are record batches or tables of Arrow."""
+    """True if the items are record batches or tables of Arrow."""
     column: str | None = None
     """Type of the values of Arrow data that is a single column; None for a table."""
 
@@ -158,7 +158,7 @@ def written_records(
 ) -> Iterator[InputFile]:
     """Write records to a file in `folder`, and remove it at the end; what killed processes left is removed first.
 
-    A string is the text in the field `text_field`. Only `fields` must have values of JSON; None stands for all.
+    A string is the text in the field `text_field`. Only `fields` must have values of JSON; None means all.
     """
     prefix = f".{name}.{NAME}-"
     make_folder(folder)

@@ -26,7 +26,7 @@ from tokenmill.tables import check_types
 
 TICK_SECONDS = 0.2
 MAX_IN_FLIGHT = 4096
-"""Number of tasks that are submitted and not done, which bounds the workers of an engine and its queue."""
+"""Number of tasks that are submitted and not yielded yet, which bounds the workers of an engine and its queue."""
 STALL_SECONDS = 60.0
 """Seconds without progress of a unit after which there is a warning, and again each time they have doubled."""
 
@@ -80,12 +80,14 @@ class WorkerPool:
         num_workers: int,
         executor: Executor | None = None,
         unit_timeout: float | None = None,
+        max_units: int = MAX_IN_FLIGHT,
     ) -> None:
         self.job = job
         self.opened = opened
         self._num_workers = num_workers
         self._executor = executor
         self._unit_timeout = unit_timeout
+        self._max_units = max_units
         self._processes: LocalExecutor | None = None
 
     def close(self) -> None:
@@ -113,7 +115,7 @@ class WorkerPool:
         else:
             executor = self._executor
         watch = UnitWatch(journal.workers, self._unit_timeout)
-        yield from run_by(executor, journal, tasks, indices, tick, watch)
+        yield from run_by(executor, journal, tasks, indices, tick, watch, max(self._max_units, 2 * num_workers))
 
     def _needs_process(self) -> bool:
         """Return whether records go through a chat template, whose limits only a worker can enforce.
@@ -263,8 +265,8 @@ class UnitWatch:
             silent = now - since
             if self._timeout is not None and silent > self._timeout:
                 raise WorkerLostError(
-                    f"{_named(task)}: a unit must make progress within {self._timeout:g} s, got none for "
-                    f"{silent:.0f} s; see what its worker is at, and run again: it goes on from there"
+                    f"{_named(task)}: no progress for {silent:.0f} s, and unit_timeout is {self._timeout:g} s; "
+                    "find out why its worker is stuck, and run again: the build resumes"
                 )
             if silent > warn_after:
                 warn_after *= 2
@@ -285,11 +287,12 @@ def run_by(
     indices: Sequence[int],
     tick: Callable[[], None],
     watch: UnitWatch | None = None,
+    max_units: int = MAX_IN_FLIGHT,
 ) -> Iterator[int]:
     """Do tasks by an engine and yield their indices in order; raise if the worker of the next one was lost.
 
-    No task waits for an earlier one. After a failure, later tasks are cancelled, and at the end all. A task that
-    cannot be cancelled may finish.
+    No task waits for an earlier one, unless `max_units` are submitted or done and not yielded yet. After a failure,
+    later tasks are cancelled, and at the end all. A task that cannot be cancelled may finish.
     """
     is_running = getattr(executor, "is_running", lambda _: False)
     out, checksum = str(journal.out.absolute()), tasks.head.checksum
@@ -303,7 +306,7 @@ def run_by(
     try:
         for next_index in indices:
             while next_index not in lost:
-                while waiting and len(in_progress) < MAX_IN_FLIGHT:
+                while waiting and len(in_progress) + len(lost) < max_units:
                     index = waiting.popleft()
                     future = _submit(executor, out, checksum, index)
                     in_progress[index] = tasks.task(index), future

@@ -1,4 +1,4 @@
-"""Which records of a unit are encoded, and for which store: maps, filters, domains, splits, duplicates, limits."""
+"""Selection of records, and the store of each: maps, filters, domains, splits, duplicates, limits."""
 
 from __future__ import annotations
 

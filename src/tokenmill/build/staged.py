@@ -1,7 +1,7 @@
-"""Builds from and for object storage: inputs are copied to a local disk, stores are built there and uploaded.
+"""Builds from and for object storage: inputs are copied to a local disk, and units are uploaded as they finish.
 
-The local folder holds a build like any other: one that was killed goes on there, and so does an upload. What is in
-object storage is no store before its manifest is written, which comes last.
+The local folder is a build like any other, without the arrays of units that were uploaded (see `uploads`). A build
+that was killed continues there. There is no store in object storage before its manifest, which is written last.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tokenmill.errors import ConfigError, StoreExistsError
 from tokenmill.fingerprint import digest
 from tokenmill.store.layout import MANIFEST
 from tokenmill.store.remote.client import Client, parse_address
-from tokenmill.store.remote.upload import upload
+from tokenmill.store.remote.upload import remaining_files, upload_manifest
 from tokenmill.tables import is_address, path_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tokenmill.build.progress import Show
 
 FOLDER = Path(".tokenmill") / "staging"
-"""Where inputs are copied to and stores are built, below the working folder, unless `staging` names another."""
+"""Folder of copied inputs and of builds, below the working folder, unless `staging` names another."""
 
 
 def build_remote(
@@ -47,25 +47,21 @@ def build_remote(
     if not is_address(out):
         return build(copies, out=out, rebuild=rebuild)
     folder = staging_folder(str(out), staging, rebuild=rebuild)
-    return _publish(build(copies, out=folder, rebuild=False), folder, str(out), show)
+    return _publish(build(copies, out=folder, rebuild=False, address=str(out)), folder, str(out), show)
 
 
 def _publish(report: PrepareReport, folder: Path, address: str, show: Show) -> PrepareReport:
-    """Upload what was built in a folder, remove it, and return the report with addresses in place of folders."""
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    """Upload the manifests of a build, remove its folder, and return the report with addresses for folders."""
+    done_bytes = 0
+    files = [file for store in report.stores for file in remaining_files(Path(store.path)).values()]
+    size = sum(file.stat().st_size for file in files)
     stores = []
-    finished_bytes = done_bytes = 0
     with show("upload", size, lambda: (done_bytes, report.documents, report.tokens)) as tick:
-
-        def count(store_bytes: int, _total: int) -> None:
-            nonlocal done_bytes
-            done_bytes = finished_bytes + store_bytes
-            tick()
-
         for store in report.stores:
-            uploaded = upload(store.path, _below(address, store.route), progress=count)
-            finished_bytes += uploaded.bytes
-            stores.append(replace(store, path=uploaded.address))
+            place = _below(address, store.route)
+            done_bytes += upload_manifest(Path(store.path), place)
+            tick()
+            stores.append(replace(store, path=str(parse_address(place))))
     shutil.rmtree(folder)
     return replace(report, path=str(parse_address(address)), stores=stores)
 
@@ -75,8 +71,8 @@ def staging_folder(out: str, staging: str | os.PathLike[str] | None, *, rebuild:
     address = parse_address(out)
     if rebuild:
         raise ConfigError(
-            f"{address}: rebuild must be left out, as a store in object storage is not replaced while others may "
-            "read it, got it; choose another address"
+            f"{address}: rebuild does not work for object storage, where other processes may read the "
+            "store; choose another address"
         )
     name = f"{address.name}-{digest({'address': str(address), 'endpoint': address.endpoint})[:12]}"
     folder = _folder(staging) / name
@@ -84,7 +80,7 @@ def staging_folder(out: str, staging: str | os.PathLike[str] | None, *, rebuild:
         names = [info.name for info in Client(address).list()]
         if any(name == MANIFEST or name.endswith(f"/{MANIFEST}") for name in names):
             raise StoreExistsError(
-                f"{address}: must hold no store yet, got one, which is not added to in object storage; choose "
+                f"{address}: there is a store, and stores in object storage are not added to; choose "
                 "another address, or prepare it on a disk and upload it"
             )
     return folder

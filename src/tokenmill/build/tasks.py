@@ -132,7 +132,7 @@ def read_list(journal: Journal) -> TaskList | None:
         head, lines = None, []
     if head is None or head.checksum != _checksum(head, lines):
         raise StoreCorruptError(
-            f"{path}: must be as prepare wrote it, got other content; run `tokenmill prepare --plan-only` again"
+            f"{path}: its content is not what prepare wrote; run `tokenmill prepare --plan-only` again"
         )
     if head.version != __version__:
         raise ConfigError(
@@ -160,7 +160,7 @@ def read_job(journal: Journal, head: ListHead) -> bytes:
             "machine see the folder of the store under the same path?"
         ) from None
     if xxhash.xxh3_128_hexdigest(job) != head.job:
-        raise StoreCorruptError(f"{file}: must be as prepare wrote it, got other content; run again")
+        raise StoreCorruptError(f"{file}: its content is not what prepare wrote; run again")
     return job
 
 

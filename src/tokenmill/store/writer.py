@@ -367,6 +367,20 @@ def check_sizes(folder: Path, files: Mapping[str, FileInfo]) -> None:
             )
 
 
+def published_files(shard: ShardInfo, folder: Path, index: int) -> list[tuple[Path, str]]:
+    """Return the files of a finished shard in a folder, each with its name in the store for a shard number."""
+    stored = zip(shard.stored_files, replace(shard, name=layout.shard_name(index)).stored_files, strict=True)
+    return [*((folder / local, name) for local, name in stored), *_published_beside(folder / shard.name, index)]
+
+
+def _published_beside(shard: Path, index: int) -> list[tuple[Path, str]]:
+    """Return the files next to a finished shard, each with its name in the store."""
+    return [
+        (_hashes_beside(shard), hashes_file(Path(), index).as_posix()),
+        (_sums_beside(shard), sums_file(layout.shard_name(index))),
+    ]
+
+
 def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> ShardInfo:
     """Move a finished shard from a folder into the store under its number; a no-op if it was moved before.
 
@@ -374,13 +388,10 @@ def publish_shard(shard: ShardInfo, folder: Path, store: Path, index: int) -> Sh
     """
     named = replace(shard, name=layout.shard_name(index))
     source, target = folder / shard.name, store / named.name
-    for beside, file in (
-        (_hashes_beside(source), hashes_file(store, index)),
-        (_sums_beside(source), store / sums_file(named.name)),
-    ):
+    for beside, name in _published_beside(source, index):
         if beside.exists():
-            make_folder(file.parent)
-            os.rename(beside, file)
+            make_folder((store / name).parent)
+            os.rename(beside, store / name)
     try:
         os.rename(source, target)
     except FileNotFoundError:

@@ -122,7 +122,7 @@ def _bring_all(client: Client, path: Path, files: Mapping[str, FileInfo]) -> Ite
     with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenmill-upload") as executor:
         try:
             work = {
-                executor.submit(_bring, client, path, name, info, sizes.get(name)): info
+                executor.submit(send_file, client, path / name, name, info, sizes.get(name)): info
                 for name, info in files.items()
             }
             for finished in as_completed(work):
@@ -168,7 +168,7 @@ def _files(path: Path, manifest: layout.Manifest) -> dict[str, FileInfo]:
                 continue
             file = Path(folder) / name
             place = file.relative_to(path).as_posix()
-            files[place] = FileInfo(bytes=file.stat().st_size, xxh3=_checksum(file))
+            files[place] = FileInfo(bytes=file.stat().st_size, xxh3=checksum_of(file))
     return files
 
 
@@ -177,12 +177,11 @@ def _is_left(name: str) -> bool:
     return name.startswith(".tmp-") or name.endswith(".lock")
 
 
-def _bring(client: Client, path: Path, name: str, info: FileInfo, size: int | None) -> bool:
-    """See to it that a file is there and right, where one of a `size` may be; say whether it was sent."""
+def send_file(client: Client, local: Path, name: str, info: FileInfo, size: int | None) -> bool:
+    """Upload a file unless its object is right; return whether it was sent. `size`: that of the object, if any."""
     if size == info.bytes and _remote_checksum(client, name) == info.xxh3:
         return False
-    local = path / name
-    if local.stat().st_size != info.bytes or _checksum(local) != info.xxh3:
+    if local.stat().st_size != info.bytes or checksum_of(local) != info.xxh3:
         raise StoreCorruptError(
             f"{local}: must be what the manifest says before it is uploaded, got other bytes; {layout.WAY_OUT}"
         )
@@ -194,9 +193,46 @@ def _bring(client: Client, path: Path, name: str, info: FileInfo, size: int | No
     return True
 
 
-def _checksum(file: Path) -> str:
+def upload_manifest(path: Path, address: str) -> int:
+    """Make objects a store: upload what is next to its shards, then its manifest; return the bytes.
+
+    The shards are in object storage already: StoreCorruptError if one of their objects is missing.
+    """
+    client, manifest = Client(parse_address(address)), read_ours(path, {})
+    sizes = {info.name: info.bytes for info in client.list()}
+    for shard in manifest.shards:
+        for name, info in shard.stored_files.items():
+            if sizes.get(name) != info.bytes:
+                raise StoreCorruptError(
+                    f"{client.address / name}: expected {info.bytes} bytes as uploaded, got {sizes.get(name)}; "
+                    "let no other process write there, and prepare it again"
+                )
+    done = 0
+    for name, file in remaining_files(path).items():
+        info = FileInfo(bytes=file.stat().st_size, xxh3=checksum_of(file))
+        send_file(client, file, name, info, sizes.get(name))
+        done += info.bytes
+    body = layout.manifest_bytes(manifest)
+    _publish(client, body)
+    return done + len(body)
+
+
+def remaining_files(path: Path) -> dict[str, Path]:
+    """Return the files of a store that are neither manifest, journal nor shards, such as those of the tokenizer."""
+    own = (layout.JOURNAL_FOLDER, layout.MANIFEST)
+    below = (file for file in sorted(path.rglob("*")) if file.is_file())
+    names = {file.relative_to(path).as_posix(): file for file in below}
+    return {
+        name: file
+        for name, file in names.items()
+        if not (name.startswith(own) or layout.is_shard_name(name.split("/")[0]) or _is_left(file.name))
+    }
+
+
+def checksum_of(file: Path) -> str:
+    """Return the XXH3-128 of a file."""
     with file.open("rb") as stream:
-        return file_digest(stream, xxhash.xxh3_128).hexdigest()
+        return str(file_digest(stream, xxhash.xxh3_128).hexdigest())
 
 
 def _remote_checksum(client: Client, name: str) -> str:
