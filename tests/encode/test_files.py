@@ -13,7 +13,7 @@ from tests.encode.conftest import trained_pieces
 from tiktoken_ext import openai_public
 
 from tokenmill.encode.engines import ADVERSARIAL, open_tokenizer, trusted
-from tokenmill.encode.files import ENCODINGS, _check_growth, read_json_file, read_rank_file
+from tokenmill.encode.files import ENCODINGS, read_json_file, read_rank_file
 from tokenmill.encode.tokenizer import split, with_policy
 from tokenmill.errors import TokenizerError
 
@@ -515,28 +515,6 @@ def test_without_sentencepiece_a_model_says_what_to_install(tmp_path, monkeypatc
         open_tokenizer(str(tmp_path / "a.model"))
 
 
-_DOUBLE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
-_MAP = base64.b64encode((0).to_bytes(4, "little") + b"\0" + b"a" * 9999 + b"\0").decode()
-GROWING = [
-    {"type": "Prepend", "prepend": "x" * 1000},
-    {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 200},
-    {"type": "Replace", "pattern": {"Regex": "b*"}, "content": "a" * 200},
-    {"type": "Sequence", "normalizers": [_DOUBLE] * 30},
-    {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "x" * 200}, _DOUBLE]},
-    {"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": [_DOUBLE] * 2}] * 2},
-    {"type": "Precompiled", "precompiled_charsmap": _MAP},
-]
-"""Normalizers that would make something huge of a text."""
-
-
-@pytest.mark.parametrize("name", ["\u2581", "<0x0A>", ""])
-def test_a_normalizer_may_lengthen_texts_a_little(name):
-    replace = {"type": "Replace", "pattern": {"String": "\n"}, "content": name}
-    _check_growth(
-        {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, replace]}, Path("a")
-    )
-
-
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
@@ -549,7 +527,6 @@ def test_a_normalizer_may_lengthen_texts_a_little(name):
         ({"model": {"type": "Unigram", "vocab": [3]}}, "a piece of the vocabulary must be a list"),
         ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 7}}, "unk_id must be the place of a piece"),
         ({"pre_tokenizer": "ByteLevel"}, "pre_tokenizer must be an object or null"),
-        *(({"normalizer": growing}, "the normalizer must make at most 8 characters of one") for growing in GROWING),
     ],
 )
 def test_the_shape_of_a_file_is_checked_before_it_is_used(tmp_path, change, rule):
@@ -565,5 +542,5 @@ def test_a_file_beside_it_that_is_no_file_is_refused_not_overlooked(write, tmp_p
     path = Path(write())
     (path.parent / name).unlink(missing_ok=True)
     (path.parent / name).symlink_to(tmp_path / "gone")
-    with pytest.raises(TokenizerError, match=rf"{name}: must be a file or not be there, got a link to none"):
+    with pytest.raises(TokenizerError, match=rf"{name} is a broken symlink; copy the tokenizer again"):
         open_tokenizer(str(path))

@@ -7,7 +7,6 @@ import hashlib
 import re
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
 CONFIG = "tokenizer_config.json"
 SIBLINGS = (CONFIG, "special_tokens_map.json")
 """Beside a `tokenizer.json`, in order of authority."""
-MAX_GROWTH, MAX_PREPENDED = 8, 256
-"""Characters that a normalizer may make of one, and that it may put before a text."""
-_CHARSMAP_BYTES = 36
-"""Of the longest text that Unicode itself has for a character, U+FDFA."""
 MODEL_SUFFIX = ".model"
 """Of files of SentencePiece, and of the rank file that Meta publishes with Llama 3."""
 _TIKTOKEN = "tiktoken:"
@@ -69,15 +64,13 @@ def _read(path: Path) -> bytes:
 
 
 def is_beside(path: Path) -> bool:
-    """Tell whether there is such a file beside a tokenizer; refuse a broken link, as the file may say what BOS is.
+    """Return whether a file exists next to a tokenizer; a broken symlink is an error, as the file may name BOS.
 
-    Caches of models are links to files that may have been removed.
+    Model caches are symlinks to files that may have been removed.
     """
     if not path.is_file() and (path.is_symlink() or path.exists()):
-        kind = "a link to none" if path.is_symlink() else "another kind"
-        raise TokenizerError(
-            f"{path}: must be a file or not be there, got {kind}; copy the tokenizer again, or remove it"
-        )
+        kind = "a broken symlink" if path.is_symlink() else "not a regular file"
+        raise TokenizerError(f"{path} is {kind}; copy the tokenizer again, or remove it")
     return path.is_file()
 
 
@@ -276,45 +269,6 @@ def _check_shape(value: dict[str, Any], path: Path) -> None:
         require(unknown is None or number, "unk_id must be the place of a piece", unknown)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         require(isinstance(value.get(part), dict | None), f"{part} must be an object or null", value.get(part))
-    _check_growth(value.get("normalizer"), path)
-
-
-def _check_growth(normalizer: object, path: Path) -> None:
-    """Refuse a normalizer that makes texts many times longer."""
-    growth, before = _growth(normalizer)
-    if growth > MAX_GROWTH or before > MAX_PREPENDED:
-        raise TokenizerError(
-            f"{path}: the normalizer must make at most {MAX_GROWTH} characters of one, and put at most "
-            f"{MAX_PREPENDED} before a text, got {growth:g} and {before:g}; take one that does not lengthen texts"
-        )
-
-
-def _growth(part: object) -> tuple[float, float]:
-    """Return how many characters a normalizer makes of one at most, and how many it puts before a text.
-
-    >>> _growth({"type": "Replace", "pattern": {"String": " "}, "content": "\u2581\u2581"})
-    (2.0, 0.0)
-    """
-    growth, before = 1.0, 0.0
-    if not isinstance(part, dict):
-        return growth, before
-    normalizers, content, pattern = part.get("normalizers"), part.get("content"), part.get("pattern")
-    if isinstance(normalizers, list):
-        for inner in normalizers:
-            more, put = _growth(inner)
-            growth, before = growth * more, before * more + put
-    elif isinstance(part.get("prepend"), str):
-        before = float(len(part["prepend"]))
-    elif isinstance(content, str) and isinstance(pattern, dict):
-        text = pattern.get("String")
-        # A regular expression may fit one character, or the nothing between two.
-        growth = max(1.0, len(content) / (len(text) or 1) if isinstance(text, str) else 1.0 * len(content))
-    elif isinstance(part.get("precompiled_charsmap"), str):
-        with suppress(ValueError):  # the engine says what is wrong with it
-            data = binascii.a2b_base64(part["precompiled_charsmap"])
-            longest = max(map(len, data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")), default=0)
-            growth = max(1.0, longest / _CHARSMAP_BYTES)
-    return growth, before
 
 
 def _model_ids(vocab: dict[str, int] | list[list[Any]]) -> dict[str, int]:

@@ -105,7 +105,7 @@ def test_a_misspelt_key_of_a_source_is_an_error_that_says_where(key):
 
 def test_a_misspelt_source_names_the_nearest():
     with pytest.raises(ConfigError, match=r"got 'choosen'; did you mean 'chosen'\?"):
-        load_recipe(changed(PAIRS, ("input", "sources", "choosen"), {}))
+        load_recipe(changed(PAIRS, ("input", "sources", "choosen"), PAIRS["input"]["sources"]["chosen"]))
 
 
 WRONG = [
@@ -116,7 +116,7 @@ WRONG = [
     (TEXT, ("preset",), "txt", r"got 'txt'; did you mean 'text'\?"),
     (TEXT, ("input", "sections"), [], r"input\.sections: must be a list of tables, 1 or more, got \[\];"),
     (TEXT, ("input", "sections"), None, "must have one of sections, sources, variants, got none"),
-    (TEXT, ("input", "sources"), {}, "got sections and sources"),
+    (TEXT, ("input", "sources"), PAIRS["input"]["sources"], "got sections and sources"),
     (TEXT, ("input", "sections", 0), "text", r"input\.sections\[0\]: must be a table, got 'text'"),
     (TEXT, ("input", "sections", 0, "action"), "tain", r"got 'tain'; did you mean 'train'\?"),
     (TEXT, ("input", "sections", 0, "action"), None, "action must be given"),
@@ -184,7 +184,7 @@ WRONG = [
         "tarin",
         r"mask\.assistant: must be one of train, mask, got 'tarin'; did",
     ),
-    (CHAT, ("mask_default",), "no", "mask_default: must be one of mask, train, got 'no'"),
+    (CHAT, ("mask_default",), "no", "mask_default: must be one of train, mask, got 'no'"),
     (CHAT, ("train_turns",), "first", "train_turns: must be one of all, last, got 'first'"),
     (CHAT, ("input", "sections", 0, "prefix"), "x", "prefix must be left out with template = true"),
     (CHAT, ("input", "sections", 0, "add_special_tokens"), True, "the chat template writes what stands around"),
@@ -441,7 +441,7 @@ def test_an_answer_to_messages_is_a_message():
 
 def test_a_chat_template_over_a_preset_takes_its_plain_texts_as_well():
     recipe = load_recipe({"preset": "instruction", "chat_template": "chatml"})
-    sections = [section for variant in recipe.variants for section, _ in variant.sections()]
+    sections = [section for variant in recipe.variants for section, _ in variant.all_sections()]
     assert all(section.template and not section.prefix and not section.suffix for section in sections)
     assert len(recipe.variants) == len(load_recipe("instruction").variants)
     # The variant of strings and that of messages become one.

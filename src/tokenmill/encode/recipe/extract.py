@@ -219,8 +219,8 @@ class SourceReader:
         return cls(
             sections=source.sections,
             trained=tuple(map(recipe.trains_section, source.sections)),
-            anew=tuple(section.add_special_tokens for section in source.sections),
-            listed=source.list_field,
+            anew=tuple(bool(section.add_special_tokens) for section in source.sections),
+            listed=bool(source.list_field),
             names=recipe.names,
             trained_roles=frozenset(recipe.trained_roles),
         )
@@ -349,9 +349,9 @@ class VariantReader:
     @classmethod
     def of(cls, recipe: Recipe, variant: Variant) -> VariantReader:
         """Return the reader of a variant."""
-        once = {section.field: (section, listed) for section, listed in variant.sections()}
-        adds_text = any(section.prefix or section.suffix for section, _ in variant.sections())
-        asked = [section.field for section, _ in variant.sections() if section.role == "user"]
+        once = {section.field: (section, listed) for section, listed in variant.all_sections()}
+        adds_text = any(section.prefix or section.suffix for section, _ in variant.all_sections())
+        asked = [section.field for section, _ in variant.all_sections() if section.role == "user"]
         return cls(
             template=variant.template,
             fields=tuple(once.values()),

@@ -1,7 +1,7 @@
-"""What a recipe is: how a record becomes tokens and masks, as data that a file can hold.
+"""Recipes: how a record becomes tokens and masks, as data that a file can hold.
 
-`load_recipe` reads one in four steps: the tables as they are written, the preset that they are based on, the
-defaults that depend on one another, and the rules that concern several tables.
+`load_recipe` reads one in four steps: the preset that the tables are based on, the tables, the defaults that depend
+on one another, and the rules that concern several tables.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -45,8 +45,6 @@ FieldPath: TypeAlias = Annotated[
 ]
 """`a.b` is the field of that name, else field b of the object in field a."""
 Table: TypeAlias = Mapping[str, Any]
-Tables: TypeAlias = Annotated[tuple[Table, ...], Meta(min_length=1)]
-T = TypeVar("T")
 
 SYSTEM, HISTORY, OPTIONS = "system", "history", "chat_template_kwargs"
 """Fields that are read whether or not a recipe names them: beside messages the text of the system, and arguments of
@@ -69,8 +67,9 @@ class Section:
     action: Action
     template: bool = False
     """Whether it goes through the chat template: a list of messages, or the text of one, whose `role` is given."""
-    add_special_tokens: bool = False
-    """Whether the section begins anew: BOS before it, and EOS behind the section before it, if there is one."""
+    add_special_tokens: bool | None = None
+    """Whether BOS comes before the section, and EOS after the section before it, if there is one. None: only before
+    the first section of plain texts, unless it is a response."""
     role: str | None = None
     """Whose text it is, for `$role` and for the chat template."""
     prefix: str = ""
@@ -78,15 +77,18 @@ class Section:
     suffix: str = ""
 
 
+Sections: TypeAlias = Annotated[tuple[Section, ...], Meta(min_length=1)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     """The sections that make one array of tokens."""
 
-    sections: tuple[Section, ...]
-    list_field: bool = False
-    """Whether the field holds a list, of which every element becomes an item of its own."""
+    sections: Sections
+    list_field: bool | None = None
+    """Whether the field holds a list whose elements become items. None: only for responses."""
     mask_key: str | None = None
-    """Array of its mask; None: it has none."""
+    """Array of its mask; None where the array has none."""
 
     @property
     def template(self) -> bool:
@@ -98,24 +100,36 @@ class Source:
 class Variant:
     """One way to read a record: sources by the name of their array."""
 
-    sources: Mapping[str, Source]
+    sections: Sections | None = None
+    """Written in place of `sources` where the record makes one sequence. None once the recipe is loaded."""
+    sources: Mapping[str, Source] = field(default_factory=dict)
 
     @property
     def template(self) -> bool:
         """Whether its records go through the chat template."""
         return any(source.template for source in self.sources.values())
 
-    def sections(self) -> Iterator[tuple[Section, bool]]:
+    def all_sections(self) -> Iterator[tuple[Section, bool]]:
         """Yield every section, and whether its field holds a list of items; the same field may come twice."""
         for source in self.sources.values():
             for section in source.sections:
-                yield section, source.list_field
+                yield section, bool(source.list_field)
 
     def to_json(self) -> dict[str, object]:
         """Return it as a JSON object."""
         if list(self.sources) == ["sequence"]:
             return {"sections": as_json(self.sources["sequence"].sections)}
         return {"sources": as_json(self.sources)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Input(Variant):
+    """The fields of a record: several variants, or a single one."""
+
+    variants: Annotated[tuple[Variant, ...], Meta(min_length=1)] | None = None
+    """In order of priority: the first that fits a record is used. A loaded recipe has all its variants here."""
+    tools_field: FieldPath | None = None
+    """Field with the definitions of tools for the chat template, where a record has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,35 +187,48 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
-    """How records become the arrays of one training type."""
+    """How records become the arrays of one training type.
 
-    name: str
+    The fields are the keys of a recipe file. `load_recipe` fills in the defaults that depend on one another.
+    """
+
+    version: int = 1
+    name: str = ""
     """For people."""
-    kind: Kind
-    variants: tuple[Variant, ...]
-    """In order of priority: the first that fits a record is taken."""
-    tools_field: str | None
-    """Field with the definitions of tools for the chat template, where a record has it."""
-    mask: Mapping[str, Trained]
+    kind: Kind = "seq"
+    preset: str | None = None
+    """Preset that a recipe file is based on. None once the recipe is loaded."""
+    input: Input = field(default_factory=Input)
+    mask: Mapping[str, Trained] = field(default_factory=dict)
     """Role -> `train` or `mask`."""
-    mask_default: Trained
+    mask_default: Trained = "mask"
     """For roles that are not in it."""
-    control_strings: ControlPolicy
-    """What becomes of control strings in the texts of a record."""
-    train_turns: Turns
-    """Whether all messages of the trained roles are trained, or the last only."""
-    chat_template: str | None
+    control_strings: ControlPolicy = "text"
+    """Treatment of special tokens in the texts of a record."""
+    train_turns: Turns = "all"
+    """Whether all messages of the trained roles are trained, or only the last."""
+    chat_template: str | None = None
     """`tokenizer`, a path or a built-in name; None: no section goes through one."""
-    chat_template_kwargs: Mapping[str, Any]
-    preprocessing: Preprocessing
-    output: Output
+    chat_template_kwargs: Table = field(default_factory=dict)
+    preprocessing: Preprocessing = field(default_factory=Preprocessing)
+    output: Output = field(default_factory=Output)
     names: Names = field(default_factory=Names)
     system: str | None = None
-    """What the system says in every conversation that does not say it itself."""
+    """System prompt of every conversation that has none."""
     fim: Fim | None = None
-    """Whether some documents of plain text are cut in three, to learn to fill in the middle."""
+    """Share of plain texts that are cut in three, to learn to fill in the middle."""
     framing: Framing = field(default_factory=Framing)
     """BOS and EOS around its records, where the options of a build do not specify them."""
+
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """The variants, in order of priority."""
+        return self.input.variants or ()
+
+    @property
+    def tools_field(self) -> str | None:
+        """Field with the definitions of tools."""
+        return self.input.tools_field
 
     @property
     def template(self) -> bool:
@@ -211,7 +238,7 @@ class Recipe:
     @property
     def sections(self) -> list[Section]:
         """All sections of all variants; the same field may come twice."""
-        return [section for variant in self.variants for section, _ in variant.sections()]
+        return [section for variant in self.variants for section, _ in variant.all_sections()]
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -263,7 +290,7 @@ class Recipe:
         table = as_json(self)
         variants = [variant.to_json() for variant in self.variants]
         variant = variants[0] if len(variants) == 1 else {"variants": variants}
-        for name in ("name", "kind", "variants", "tools_field"):
+        for name in ("version", "name", "kind", "preset", "input"):
             del table[name]
         # Keys that are newer than the first stores are left out where they are unused: recipes stay what they were.
         if self.preprocessing.on_long == "cut":
@@ -280,49 +307,7 @@ class Recipe:
         }
 
 
-# Reading: the tables as they are written.
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _RecipeTable:
-    """A recipe as it is written; its larger parts are read on their own."""
-
-    version: int = 1
-    name: str | None = None
-    kind: Kind | None = None
-    preset: str | None = None
-    input: Table = field(default_factory=dict)
-    mask: Mapping[str, Trained] = field(default_factory=dict)
-    mask_default: Literal["mask", "train"] = "mask"
-    control_strings: ControlPolicy = "text"
-    train_turns: Turns = "all"
-    chat_template: str | None = None
-    chat_template_kwargs: Table = field(default_factory=dict)
-    preprocessing: Table = field(default_factory=dict)
-    output: Table = field(default_factory=dict)
-    names: Names = field(default_factory=Names)
-    system: str | None = None
-    fim: Fim | None = None
-    framing: Framing = field(default_factory=Framing)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _VariantTable:
-    sections: Tables | None = None
-    sources: Mapping[str, Table] | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _InputTable(_VariantTable):
-    variants: Tables | None = None
-    tools_field: FieldPath | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _SourceTable:
-    sections: Tables
-    list_field: bool | None = None
-    mask_key: str | None = None
+# Reading a recipe.
 
 
 def load_recipe(spec: str | Mapping[str, object]) -> Recipe:
@@ -359,72 +344,65 @@ def _read_file(path: Path) -> object:
         raise ConfigError(f"{path}: must be {path.suffix[1:].upper()}, got {error}; fix that line") from None
 
 
-def _read(kind: type[T], table: object, where: str) -> T:
-    return read_table(kind, _without_nulls(table), where)
+def _without_nulls(value: object) -> object:
+    """Return a table without the keys that are null, as not written; in tables whose keys are free, null stays."""
+    if isinstance(value, Mapping):
+        kept = {name: item for name, item in value.items() if item is not None}
+        return {name: item if name in _FREE_TABLES else _without_nulls(item) for name, item in kept.items()}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _without_nulls(table: object) -> object:
-    """Leave out the keys of a table that are null: they count as not written."""
-    if not isinstance(table, Mapping):
-        return table
-    return {name: value for name, value in table.items() if value is not None}
+_FREE_TABLES = ("chat_template_kwargs", "mask", "names")
 
 
-def _recipe(table: object, where: str) -> Recipe:
-    table = _without_nulls(table)
-    written = read_table(_RecipeTable, table, f"{where}:")
+def _recipe(value: object, where: str) -> Recipe:
+    table = _without_nulls(value)
+    preset = table.get("preset") if isinstance(table, Mapping) else None
+    if isinstance(table, Mapping):
+        table = _present_keys(_over_preset(table, where) if isinstance(preset, str) else table, where)
+    written = read_table(Recipe, table, f"{where}:")
+    assert isinstance(table, Mapping)
     if written.version != 1:
         raise ConfigError(f"{where}: version must be 1, got {written.version}; use a newer tokenmill")
-    through_template = written.preset is not None and written.chat_template is not None
-    if written.preset is not None:
-        assert isinstance(table, Mapping)
-        written = read_table(_RecipeTable, _over_preset(table, written, where), f"{where}:")
-    inputs = _read(_InputTable, written.input, f"{where}: input")
-    variants = _variants(inputs, f"{where}: input")
-    if through_template:
+    variants = _variants(written.input, f"{where}: input")
+    if preset is not None and isinstance(value, Mapping) and value.get("chat_template") is not None:
         variants = tuple(map(_through_template, variants))
-    kind = _kind(written.kind, variants, where)
-    preprocessing, output_table = _present_keys(written, where)
-    # Those of other types are counted so when a batch is made, and not stored.
-    if output_table.get("position_ids_mode") in (None, "doc_reset"):
-        output_table["position_ids_mode"] = "doc_reset" if kind == "sft" else "none"
-    output = _read(Output, output_table, f"{where}: output")
-    dtypes = sorted(output.dtypes.items())
+    kind = _kind(table.get("kind"), variants, where)
+    output = written.output
+    # Positions of other types are counted when a batch is made, and not stored.
+    if "position_ids_mode" not in table.get("output", {}) or output.position_ids_mode == "doc_reset":
+        output = replace(output, position_ids_mode="doc_reset" if kind == "sft" else "none")
+    dtypes = {key: _SAME_BYTES.get(name, name) for key, name in sorted(output.dtypes.items())}
     template = "tokenizer" if any(variant.template for variant in variants) else None
-    recipe = Recipe(
-        name=(written.preset or kind) if written.name is None else written.name,
+    recipe = replace(
+        written,
+        name=written.name if "name" in table else written.preset or kind,
         kind=kind,
-        # A variant that is there already would never be taken.
-        variants=tuple(variant for index, variant in enumerate(variants) if variant not in variants[:index]),
-        tools_field=inputs.tools_field,
+        preset=None,
+        # A second equal variant would never be used.
+        input=Input(
+            variants=tuple(variant for index, variant in enumerate(variants) if variant not in variants[:index]),
+            tools_field=written.input.tools_field,
+        ),
         mask=dict(sorted(written.mask.items())),
-        mask_default=written.mask_default,
-        control_strings=written.control_strings,
-        train_turns=written.train_turns,
-        chat_template=template if written.chat_template is None else written.chat_template,
-        chat_template_kwargs=written.chat_template_kwargs,
-        preprocessing=_read(Preprocessing, preprocessing, f"{where}: preprocessing"),
-        output=replace(output, dtypes={key: _SAME_BYTES.get(name, name) for key, name in dtypes}),
-        names=written.names,
-        system=written.system,
-        fim=written.fim,
-        framing=written.framing,
+        chat_template=written.chat_template or template,
+        output=replace(output, dtypes=dtypes),
     )
     check_recipe(recipe, where)
     return recipe
 
 
-def _over_preset(table: Table, written: _RecipeTable, where: str) -> Table:
-    """Return the table of a preset with what this one says on top."""
-    preset = written.preset or ""
+def _over_preset(table: Table, where: str) -> Table:
+    """Return the table of a preset, overridden by the keys of this one."""
+    preset = table["preset"]
     if preset not in PRESETS:
         raise ConfigError(
             f"{where}: preset must be one of {', '.join(PRESETS)}, got {preset!r}; {nearest(preset, PRESETS)}"
         )
     if "input" in table:
         raise ConfigError(f"{where}: input must be left to the preset {preset!r}, got both; leave out one of them")
-    below = PRESETS[preset]
-    return {**below, **table, "mask": {**below.get("mask", {}), **written.mask}}
+    below, mask = PRESETS[preset], table.get("mask", {})
+    return {**below, **table, "mask": {**below.get("mask", {}), **mask} if isinstance(mask, Mapping) else mask}
 
 
 _PACKING = "rows are packed when a run is planned, not here: say packing and seq_len in the table [run] of the run"
@@ -432,9 +410,12 @@ _SAME_BYTES = {"bool": "uint8", "int32": "uint32"}
 """Names for what has the same bytes in a store: ids and positions are never negative, a mask is 0 or 1."""
 
 
-def _present_keys(written: _RecipeTable, where: str) -> tuple[Table, dict[str, Any]]:
-    """Return preprocessing and output with keys of older recipes, and of AstrAI's, under their present names."""
-    preprocessing, output = dict(written.preprocessing), dict(written.output)
+def _present_keys(table: Table, where: str) -> Table:
+    """Return a table with keys of older recipes, and of AstrAI's, under their present names."""
+    parts = (table.get("preprocessing", {}), table.get("output", {}))
+    if not all(isinstance(part, Mapping) for part in parts):
+        return table  # reading it says what is wrong
+    preprocessing, output = map(dict, parts)
     preprocessing.pop("batch_size", None)  # how many records AstrAI tokenizes together
     packing, packed_len = (preprocessing.pop(name, None) for name in ("packing_strategy", "max_packed_len"))
     if packing not in (None, "simple"):
@@ -454,29 +435,29 @@ def _present_keys(written: _RecipeTable, where: str) -> tuple[Table, dict[str, A
             f"{where}: preprocessing: domain_key must be said once, got {domain_key!r} and {older!r} in output; "
             "leave out one"
         )
-    preprocessing["domain_key"] = older if domain_key is None else domain_key
+    if older is not None:
+        preprocessing["domain_key"] = older
     if "dtypes" in output and "dtype" in output:
         raise ConfigError(f"{where}: output: must have dtypes or dtype, which are one, got both; leave out dtype")
     if "dtype" in output:
         output["dtypes"] = output.pop("dtype")
-    return preprocessing, output
+    return {**table, "preprocessing": preprocessing, "output": output}
 
 
-def _variants(table: _InputTable, where: str) -> tuple[Variant, ...]:
-    if _only_one(table, ("sections", "sources", "variants"), where) != "variants":
-        return (_variant(table, where),)
+def _variants(written: Input, where: str) -> tuple[Variant, ...]:
+    if _only_key(written, ("sections", "sources", "variants"), where) != "variants":
+        return (_variant(written, where),)
     variants = []
-    for index, item in enumerate(table.variants or ()):
-        spot = f"{where}.variants[{index}]"
-        variant = _read(_VariantTable, item, spot)
-        _only_one(variant, ("sections", "sources"), spot)
-        variants.append(_variant(variant, spot))
+    for index, variant in enumerate(written.variants or ()):
+        place = f"{where}.variants[{index}]"
+        _only_key(variant, ("sections", "sources"), place)
+        variants.append(_variant(variant, place))
     return tuple(variants)
 
 
-def _only_one(table: _VariantTable, names: Sequence[str], where: str) -> str:
-    """Return which of these keys a table has; refuse none, or several."""
-    present = [name for name in names if getattr(table, name) is not None]
+def _only_key(written: Variant, names: Sequence[str], where: str) -> str:
+    """Return which of these keys is written; reject none, and several."""
+    present = [name for name in names if getattr(written, name)]
     if len(present) != 1:
         raise ConfigError(
             f"{where}: must have one of {', '.join(names)}, got {' and '.join(present) or 'none'}; "
@@ -485,14 +466,15 @@ def _only_one(table: _VariantTable, names: Sequence[str], where: str) -> str:
     return present[0]
 
 
-def _variant(table: _VariantTable, where: str) -> Variant:
-    if table.sources is None:
-        sections = _sections(table.sections or (), where, anew=True)
+def _variant(written: Variant, where: str) -> Variant:
+    """Return a variant with its defaults filled in."""
+    if written.sections:
+        sections = _with_bos(written.sections)
         return Variant(sources={"sequence": Source(sections=sections, mask_key=SOURCE_MASKS["sequence"])})
-    check_keys(f"{where}.sources", table.sources, list(SOURCE_MASKS))
+    check_keys(f"{where}.sources", written.sources, list(SOURCE_MASKS))
     # In the order of the training type, so that equal recipes are equal whatever order they are written in.
-    names = [name for name in SOURCE_MASKS if name in table.sources]
-    sources = {name: _source(name, table.sources[name], f"{where}.sources.{name}") for name in names}
+    names = [name for name in SOURCE_MASKS if name in written.sources]
+    sources = {name: _source(name, written.sources[name], f"{where}.sources.{name}") for name in names}
     prompts, responses = sources.get("prompts"), sources.get("responses")
     if prompts is not None and responses is not None and prompts.template and not responses.template:
         # An answer to messages is a message: the template closes it as it does at inference.
@@ -504,30 +486,27 @@ def _variant(table: _VariantTable, where: str) -> Variant:
     return Variant(sources=sources)
 
 
-def _source(name: str, table: Table, where: str) -> Source:
-    written = _read(_SourceTable, table, where)
-    mask_key, responses = SOURCE_MASKS[name], name == "responses"
+def _source(name: str, written: Source, where: str) -> Source:
+    """Return a source with its defaults filled in."""
+    mask_key, is_response = SOURCE_MASKS[name], name == "responses"
     if written.mask_key not in (None, mask_key):
         way_out = f"write {mask_key!r}, or leave it out" if mask_key else "leave it out: it has no mask"
         raise ConfigError(f"{where}: mask_key must be {mask_key!r}, got {written.mask_key!r}; {way_out}")
-    if written.list_field and not responses:
+    if written.list_field and not is_response:
         raise ConfigError(f"{where}: list_field is for responses only, got True; leave it out")
-    # A response goes on behind its prompt, so it does not begin anew.
-    sections = _sections(written.sections, where, anew=not responses)
-    listed = responses and written.list_field is not False
-    return Source(sections=sections, list_field=listed, mask_key=mask_key)
+    sections = _with_bos(written.sections, first=not is_response)  # a response continues its prompt
+    return Source(sections=sections, list_field=is_response and written.list_field is not False, mask_key=mask_key)
 
 
-def _sections(tables: Sequence[Table], where: str, *, anew: bool) -> tuple[Section, ...]:
-    """Read sections; with `anew`, the first one of plain texts begins anew unless it says otherwise."""
-    sections = []
-    for index, table in enumerate(tables):
-        section = _read(Section, table, f"{where}.sections[{index}]")
-        plain = not section.template and section.action != "value"
-        if table.get("add_special_tokens") is None and anew and index == 0 and plain:
-            section = replace(section, add_special_tokens=True)
-        sections.append(section)
-    return tuple(sections)
+def _with_bos(sections: Sequence[Section], *, first: bool = True) -> tuple[Section, ...]:
+    """Return sections that say whether BOS comes before them; by default before the `first` one of plain texts."""
+    is_plain = not sections[0].template and sections[0].action != "value"
+    return tuple(
+        replace(section, add_special_tokens=first and is_plain and index == 0)
+        if section.add_special_tokens is None
+        else section
+        for index, section in enumerate(sections)
+    )
 
 
 def _through_template(variant: Variant) -> Variant:
@@ -536,7 +515,9 @@ def _through_template(variant: Variant) -> Variant:
     def sent(section: Section) -> Section:
         if section.role is None:
             return section
-        return Section(field=section.field, action=section.action, template=True, role=section.role)
+        return Section(
+            field=section.field, action=section.action, template=True, add_special_tokens=False, role=section.role
+        )
 
     return Variant(
         sources={
@@ -546,10 +527,10 @@ def _through_template(variant: Variant) -> Variant:
     )
 
 
-def _kind(written: Kind | None, variants: Sequence[Variant], where: str) -> Kind:
+def _kind(written: str | None, variants: Sequence[Variant], where: str) -> Kind:
     """Return the training type that the sources of all variants make."""
     names = [frozenset(variant.sources) for variant in variants]
-    sections = [section for variant in variants for section, _ in variant.sections()]
+    sections = [section for variant in variants for section, _ in variant.all_sections()]
     kind: Kind
     if all(name == {"chosen", "rejected"} for name in names):
         kind = "dpo"
@@ -724,173 +705,5 @@ def _check_output(recipe: Recipe, where: str) -> None:
             )
 
 
-# The recipes that have a name: plain data, in the words of any other recipe.
-
-# Alpaca's headings, so that a prompt ends where an answer begins, in every tokenizer.
-_INSTRUCTION = "### Instruction:\n"
-_INPUT = "\n\n### Input:\n"
-_RESPONSE = "\n\n### Response:\n"
-
-
-def _preset_section(field: str, role: str, **more: object) -> dict[str, object]:
-    return {"field": field, "action": "$role", "role": role, **more}
-
-
-def _prompt(field: str, **more: object) -> dict[str, object]:
-    return {"field": field, "action": "mask", "role": "user", **more}
-
-
-def _instruction(instruction: str, response: str, context: str | None = None) -> dict[str, object]:
-    """Return a variant: an instruction, perhaps with an input of its own, and the response."""
-    if context is None:
-        prompt = [_preset_section(instruction, "user", prefix=_INSTRUCTION, suffix=_RESPONSE)]
-    else:
-        prompt = [
-            _preset_section(instruction, "user", prefix=_INSTRUCTION),
-            _preset_section(context, "user", prefix=_INPUT, suffix=_RESPONSE),
-        ]
-    return {"sections": [*prompt, _preset_section(response, "assistant")]}
-
-
-def _completion(*, template: bool) -> dict[str, object]:
-    """Return a variant as TRL has it: a masked prompt and a trained completion, without headings."""
-    completion = _preset_section("completion", "assistant", template=template)
-    return {"sections": [_prompt("prompt", template=template), completion]}
-
-
-def _messages(field: str) -> dict[str, object]:
-    """Return a section of messages with roles of their own."""
-    return {"field": field, "action": "$role", "template": True}
-
-
-def _pair(prompt: Sequence[dict[str, object]], *, template: bool) -> dict[str, object]:
-    """Return a variant of pairs: two answers to one prompt."""
-    return {
-        "sources": {
-            answer: {"sections": [*prompt, _preset_section(answer, "assistant", template=template)]}
-            for answer in ("chosen", "rejected")
-        }
-    }
-
-
-def _group(
-    *,
-    template: bool,
-    prompt: Sequence[str] = ("prompt",),
-    responses: str = "responses",
-    rewards: str = "rewards",
-    listed: bool = True,
-) -> dict[str, object]:
-    """Return a variant of groups: a prompt of some fields, its responses and their rewards."""
-    asked = [_prompt(prompt[0], template=template)]
-    asked += [_prompt(field, template=template, prefix="\n") for field in prompt[1:]]
-    answer = {"field": responses, "action": "train", "role": "assistant", "template": template}
-    return {
-        "sources": {
-            "prompts": {"sections": asked},
-            "responses": {"sections": [answer], "list_field": listed, "mask_key": "masks"},
-            "rewards": {"sections": [{"field": rewards, "action": "value"}]},
-        }
-    }
-
-
-def _labelled(prompt: Sequence[str], response: str, label: str, *, template: bool) -> dict[str, object]:
-    """Return a variant of groups of one response each, with a label for its reward."""
-    return _group(template=template, prompt=prompt, responses=response, rewards=label, listed=False)
-
-
-_ROLES = {"system": "mask", "user": "mask", "assistant": "train"}
-
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "text": {"input": {"sections": [{"field": "text", "action": "train"}]}},
-    "chat": {
-        "input": {
-            "tools_field": "tools",
-            "variants": [
-                {"sections": [_messages("messages")]},
-                {
-                    "sections": [
-                        _preset_section("system", "system", template=True),
-                        _messages("conversations"),
-                    ]
-                },
-                {"sections": [_messages("conversations")]},
-            ],
-        },
-        "mask": _ROLES,
-    },
-    "instruction": {
-        "input": {
-            "variants": [
-                _instruction("prompt", "response"),
-                _instruction("prompt", "completion"),
-                _instruction("instruction", "output", "input"),
-                _instruction("instruction", "output"),
-                _instruction("instruction", "response", "context"),
-                _instruction("instruction", "response"),
-                _instruction("question", "answer"),
-            ]
-        },
-        "mask": _ROLES,
-    },
-    "completion": {
-        "input": {"tools_field": "tools", "variants": [_completion(template=False), _completion(template=True)]},
-        "mask": _ROLES,
-    },
-    "dpo": {
-        "input": {
-            "tools_field": "tools",
-            "variants": [
-                _pair([_preset_section("prompt", "user", template=False)], template=False),
-                _pair([_preset_section("prompt", "user", template=True)], template=True),
-                {"sources": {answer: {"sections": [_messages(answer)]} for answer in ("chosen", "rejected")}},
-            ],
-        },
-        "mask": _ROLES,
-        "train_turns": "last",
-    },
-    "pairs": {
-        "input": {
-            "tools_field": "tools",
-            "variants": [
-                _pair([_messages("conversations")], template=True),
-                _pair(
-                    [_preset_section("instruction", "user"), _preset_section("input", "user", prefix="\n")],
-                    template=False,
-                ),
-                _pair([_preset_section("instruction", "user")], template=False),
-            ],
-        },
-        "mask": _ROLES,
-        "train_turns": "last",
-    },
-    "prompts": {
-        "input": {
-            "tools_field": "tools",
-            "variants": [
-                {"sources": {"prompts": {"sections": [_prompt("prompt", template=template)]}}}
-                for template in (False, True)
-            ],
-        },
-        "mask": _ROLES,
-    },
-    "kto": {
-        "input": {
-            "tools_field": "tools",
-            "variants": [
-                _labelled(["prompt"], "completion", "label", template=False),
-                _labelled(["prompt"], "completion", "label", template=True),
-                _labelled(["conversations"], "conversations", "kto_tag", template=True),
-                _labelled(["messages"], "messages", "kto_tag", template=True),
-                _labelled(["instruction", "input"], "output", "kto_tag", template=False),
-                _labelled(["instruction"], "output", "kto_tag", template=False),
-            ],
-        },
-        "mask": _ROLES,
-    },
-    "grpo": {
-        "input": {"tools_field": "tools", "variants": [_group(template=False), _group(template=True)]},
-        "mask": _ROLES,
-    },
-}
-"""Name -> recipe. The order of variants is the priority by which fields are detected, record by record."""
+PRESETS: Mapping[str, Table] = tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
+"""Name -> recipe, in the order of the file."""
