@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import mmap
 import os
+import shutil
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,8 +18,9 @@ from typing import Any, TypeVar
 import numpy as np
 import xxhash
 
-from tokenmill.errors import writing
+from tokenmill.errors import StoreExistsError, writing
 from tokenmill.store.layout import PAGE_BYTES, FileInfo
+from tokenmill.store.lease import has_ended, this_process
 from tokenmill.types import AnyArray, Uint8Array, Uint64Array
 
 T = TypeVar("T")
@@ -68,6 +71,37 @@ def new_file(file: Path) -> Iterator[int]:
         sync_folder(file.parent)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Give a folder to fill, which gets the name `folder` after the `with` block; all its files are durable then.
+
+    After an error it is removed. Several processes may make the same folder at once: the first one succeeds. What a
+    killed process left is removed by the next one on the same machine.
+    """
+    make_folder(folder.parent)
+    prefix = f".tmp-{folder.name}-"
+    for left in folder.parent.glob(f"{glob.escape(prefix)}*"):
+        if has_ended(left.name.removeprefix(prefix).rpartition("-")[0]):
+            shutil.rmtree(left, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{prefix}{this_process()}-", dir=folder.parent))
+    try:
+        os.chmod(temporary, 0o755)
+        yield temporary
+        for place, _, names in os.walk(temporary):
+            for path in (*(Path(place) / name for name in names), Path(place)):
+                sync_folder(path)
+        try:
+            os.rename(temporary, folder)
+        except OSError:
+            if not folder.is_dir() or not any(folder.iterdir()):
+                raise
+            raise StoreExistsError(f"{folder}: another process filled this folder; choose another path") from None
+        sync_folder(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 

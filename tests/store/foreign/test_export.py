@@ -1,15 +1,19 @@
-"""What is exported is read back by the other project, to the last token, boundary and mask."""
+"""Exports are read back by tokenmill and by the other projects, to the last token, boundary and mask."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from tests.store.foreign.readers import read_by
 
 from tokenmill.build import PrepareOptions, prepare
-from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreExistsError
+from tokenmill.errors import ConfigError, StoreError, StoreExistsError
 from tokenmill.store import ForeignOptions, StoreSpec, StoreWriter, export_store, open_store
 
 EOS = 1
@@ -69,6 +73,12 @@ def make(tmp_path):
     return write
 
 
+def columns_of(store, keys):
+    """Return key -> its value in each record."""
+    records = records_of(store, keys)
+    return {key: [record[key] for record in records] for key in keys}
+
+
 def records_of(store, keys):
     return [
         {key: np.asarray(store.fetch_record(number, key)).tolist() for key in keys}
@@ -95,7 +105,6 @@ def test_what_is_exported_reads_back_as_the_same_records(make, tmp_path, kind, f
     store, written = open_store(path), open_store(tmp_path / "out", eos_id=EOS)
     assert records_of(written, KEYS[kind]) == records_of(store, KEYS[kind])
     assert (report.documents, report.tokens, report.keys) == (RECORDS, store.manifest.tokens, tuple(KEYS[kind]))
-    assert report.read_back[0] == "tokenmill"
     assert report.compared == sum(int(store.axes[store.axis(key)].values[-1]) for key in KEYS[kind])
     assert report.files == sum(len(names) for _, _, names in os.walk(tmp_path / "out"))
 
@@ -106,11 +115,19 @@ def test_megatron_reads_its_export_by_itself(make, tmp_path, dtype):
     """megatron-core, in a process of its own, finds every token and boundary."""
     path = make("seq", {"sequence": dtype}, vocab_size=256 if dtype == "|u1" else 50_000)
     report = export_store(path, out=tmp_path / "out", format="megatron")
-    assert [reader.split()[0] for reader in report.read_back] == ["tokenmill", "megatron-core"]
     assert report.notes == ()
     assert sorted(os.listdir(tmp_path / "out")) == ["tokens.bin", "tokens.idx"]
     store, written = open_store(path), open_store(tmp_path / "out" / "tokens")
     assert records_of(written, ["sequence"]) == records_of(store, ["sequence"])
+    assert read_by("megatron", tmp_path / "out") == columns_of(store, ["sequence"])
+
+
+def test_numpy_reads_its_export_by_itself(make, tmp_path):
+    path = make("seq")
+    export_store(path, out=tmp_path / "out", format="npy")
+    store = open_store(path)
+    expected = store.fetch(0, store.num_tokens, "sequence").tolist()
+    assert read_by("npy", tmp_path / "out") == {"sequence": expected}
 
 
 @pytest.fixture
@@ -128,16 +145,16 @@ def needed(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("needed")
 def test_datatrove_reads_tokens_and_masks_of_its_export_by_itself(make, tmp_path):
-    report = export_store(make("sft"), out=tmp_path / "out", format="nanoset")
-    assert [reader.split()[0] for reader in report.read_back] == ["tokenmill", "datatrove"]
+    path = make("sft")
+    export_store(path, out=tmp_path / "out", format="nanoset")
+    assert read_by("nanoset", tmp_path / "out") == columns_of(open_store(path), ["sequence", "loss_mask"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "grpo"])
 def test_datasets_reads_its_export_by_itself(make, tmp_path, kind):
     path = make(kind)
-    report = export_store(path, out=tmp_path / "out", format="hf")
-    assert [reader.split()[0] for reader in report.read_back] == ["pyarrow", "datasets"]
+    export_store(path, out=tmp_path / "out", format="hf")
     import pyarrow.parquet as pq
 
     rows = pq.read_table(tmp_path / "out" / "data").to_pylist()
@@ -148,20 +165,8 @@ def test_datasets_reads_its_export_by_itself(make, tmp_path, kind):
             value = [part.tolist() for part in value] if isinstance(value, list) else value.tolist()
             assert row["input_ids" if key == "sequence" else key] == value
     assert len(rows) == RECORDS
-
-
-def test_what_another_reader_finds_otherwise_is_no_export(make, tmp_path, needed):
-    folder = needed / "datatrove" / "pipeline" / "tokens"
-    folder.mkdir(parents=True)
-    for place in (folder, folder.parent, folder.parents[1]):
-        (place / "__init__.py").touch()
-    (folder / "merger.py").write_text(
-        "import numpy as np\ndef load_doc_ends(file):\n    return np.array([2])\n"
-        "def get_data_reader(file, ends, nb_bytes):\n    yield bytes(2 * nb_bytes)\n"
-    )
-    with pytest.raises(StoreCorruptError, match=r"sequence must be read back .* got other numbers with datatrove"):
-        export_store(make("seq"), out=tmp_path / "out", format="nanoset")
-    assert sorted(os.listdir(tmp_path)) == ["seq", "stubs"]
+    named = [{"sequence" if key == "input_ids" else key: value for key, value in row.items()} for row in rows]
+    assert read_by("hf", tmp_path / "out") == {key: [row[key] for row in named] for key in named[0]}
 
 
 @pytest.mark.parametrize("format", ["megatron", "npy"])
@@ -216,6 +221,36 @@ def test_an_export_that_is_interrupted_leaves_nothing(make, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         export_store(path, out=tmp_path / "out", format="npy", progress=stop)
     assert sorted(os.listdir(tmp_path)) == ["seq"]
+
+
+def test_two_exports_to_one_folder_do_not_disturb_each_other(make, tmp_path):
+    """One of them succeeds; the other one finds the folder, and deletes nothing of it."""
+    path, second = make("seq"), []
+
+    def export_again(what, _done, _total):
+        if what == "compare" and not second:
+            second.append(export_store(path, out=tmp_path / "out", format="npy"))
+
+    with pytest.raises(StoreExistsError, match="out: another process filled this folder"):
+        export_store(path, out=tmp_path / "out", format="npy", progress=export_again)
+    assert (
+        read_by("npy", tmp_path / "out")["sequence"]
+        == open_store(path).fetch(0, second[0].tokens, "sequence").tolist()
+    )
+    assert sorted(os.listdir(tmp_path)) == ["out", "seq"]
+
+
+def test_the_rest_of_a_killed_export_is_removed_by_the_next(make, tmp_path):
+    path = make("seq")
+    program = (
+        "import os, signal, tokenmill as tm\n"
+        f"tm.export_store({str(path)!r}, out={str(tmp_path / 'out')!r}, format='npy', "
+        "progress=lambda *_: os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert len([name for name in os.listdir(tmp_path) if name.startswith(".tmp-out-")]) == 1
+    export_store(path, out=tmp_path / "out", format="npy")
+    assert sorted(os.listdir(tmp_path)) == ["out", "seq"]
 
 
 def test_an_export_replaces_nothing(make, tmp_path):

@@ -1,21 +1,15 @@
-"""Writing a store in the formats of other projects: streamed, and read back with their own readers.
+"""Writing a store in third-party formats: streamed, and compared with the store after reading it back.
 
 A format that has no place for a mask does not get the store at all, unless the mask is given up explicitly.
-What is written has another name until all of it was read back: by tokenmill, and by the project that the format
-is of where that is installed, in a process of its own.
+The folder gets its name after all files were read back and compared with the store.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
-from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
@@ -23,7 +17,7 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import StoreCorruptError, StoreError, StoreExistsError, writing
-from tokenmill.store.files import make_folder, sync_folder
+from tokenmill.store.files import new_folder
 from tokenmill.store.foreign.convert import BATCH_TOKENS, Progress, counted
 from tokenmill.store.foreign.files import MEGATRON_MAGIC, META, ForeignOptions
 from tokenmill.store.foreign.formats import MEGATRON_HEADER
@@ -43,18 +37,18 @@ _IDS = np.dtype("<i4")
 """Of ids where a project reads them into tensors: unsigned ones have few operations there."""
 _ROWS = 1 << 12
 """Records of a row group of Parquet, at most."""
-_NO_READER = 3
-"""Exit code of a process whose reader is not installed."""
 _COLUMNS = {"sequence": "input_ids"}
 """Arrays that others know by another name."""
 Advance = Callable[[int], None]
 """Takes the number of values that were just written or compared."""
+Column: TypeAlias = tuple[str, AnyArray, "Sequence[int] | AnyArray"]
+"""Array, values, and the lengths of the items of these values."""
 Write = Callable[[Store, Sequence[str], Path, Advance], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportReport:
-    """What was written, and read back."""
+    """Result of an export."""
 
     path: str
     format: str
@@ -65,11 +59,9 @@ class ExportReport:
     keys: tuple[str, ...]
     """Arrays of the store that were written."""
     compared: int
-    """Numbers that were read back and are those of the store."""
-    read_back: tuple[str, ...]
-    """What read it back."""
+    """Numbers that were read back, all equal to those of the store."""
     notes: tuple[str, ...]
-    """What others will not find in it."""
+    """Facts of the store that the format cannot hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,11 +72,9 @@ class ExportFormat:
     kinds: Mapping[str, tuple[str, ...]]
     """Training type -> arrays that have a place."""
     opened_as: str | None
-    """What `open_store` calls it; None: it cannot be opened in place."""
+    """Name of the format for `open_store`; None if it cannot be opened in place."""
     boundaries: tuple[str, ...] = ()
     """Training types whose documents can be distinguished by more than their EOS."""
-    package: str | None = None
-    """Has a reader of its own."""
 
 
 def export_store(
@@ -107,7 +97,7 @@ def export_store(
         progress: Function that is called with the name of a step, the finished amount and the whole amount.
 
     Returns:
-        Numbers of documents, tokens and files, and the readers that the files were compared with.
+        Numbers of documents, tokens and files.
 
     Raises:
         ConfigError: The format is unknown, or an argument is wrong.
@@ -131,21 +121,10 @@ def export_store(
             f"{target}: must be a new or an empty folder, got one with files; choose another path"
         )
     total = sum(_num_values(store, key) for key in keys)
-    folder = target.with_name(f".tmp-{target.name}")
-    shutil.rmtree(folder, ignore_errors=True)  # of an export that was killed
-    make_folder(folder)
-    try:
-        with writing(target):
-            EXPORTS[format].write(store, keys, folder, counted(progress, "write", total))
-            readers, more_notes = _compare(store, keys, format, folder, counted(progress, "compare", total))
-            files = _sync(folder)
-        if target.is_dir():
-            target.rmdir()
-        os.rename(folder, target)
-        sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    with new_folder(target) as folder, writing(target):
+        EXPORTS[format].write(store, keys, folder, counted(progress, "write", total))
+        more_notes = _compare(store, keys, format, folder, counted(progress, "compare", total))
+    files = sum(len(names) for _, _, names in os.walk(target))
     return ExportReport(
         path=str(path),
         format=format,
@@ -155,7 +134,6 @@ def export_store(
         files=files,
         keys=tuple(keys),
         compared=total,
-        read_back=tuple(readers),
         notes=(*notes, *more_notes),
     )
 
@@ -185,16 +163,6 @@ def _chosen_keys(store: Store, format: str, *, drop_masks: bool) -> tuple[list[s
 
 def _num_values(store: Store, key: str) -> int:
     return int(store.axes[store.axis(key)].values[-1])
-
-
-def _sync(folder: Path) -> int:
-    """Make all files survive a power cut; return how many there are."""
-    files = 0
-    for place, _, names in os.walk(folder):
-        for path in (*(Path(place) / name for name in names), Path(place)):
-            sync_folder(path)
-        files += len(names)
-    return files
 
 
 # What formats are made of: blocks of values, and lengths of documents.
@@ -482,17 +450,14 @@ _WITH_MASK = {"seq": ("sequence",), "sft": ("sequence", "loss_mask")}
 _PAIRS = ("chosen", "rejected", "chosen_mask", "rejected_mask")
 _ASTRAI = {"seq": ("sequence",), "sft": ("sequence", "loss_mask", POSITION_IDS), "dpo": _PAIRS}
 EXPORTS: Mapping[str, ExportFormat] = {
-    "megatron": ExportFormat(
-        write=_write_megatron, kinds=_TEXT, opened_as="megatron", boundaries=("seq", "sft"), package="megatron-core"
-    ),
+    "megatron": ExportFormat(write=_write_megatron, kinds=_TEXT, opened_as="megatron", boundaries=("seq", "sft")),
     "nanoset": ExportFormat(
         write=_write_nanoset,
         kinds=_WITH_MASK,
         opened_as="datatrove",
         boundaries=("seq", "sft"),
-        package="datatrove",
     ),
-    "npy": ExportFormat(write=_write_npy, kinds=_TEXT, opened_as="npy", package="numpy"),
+    "npy": ExportFormat(write=_write_npy, kinds=_TEXT, opened_as="npy"),
     "astrai-bin": ExportFormat(write=_write_astrai_bin, kinds=_ASTRAI, opened_as="astrai-bin", boundaries=("dpo",)),
     "astrai-h5": ExportFormat(write=_write_astrai_h5, kinds=_ASTRAI, opened_as="astrai-h5", boundaries=("dpo",)),
     "hf": ExportFormat(
@@ -505,16 +470,15 @@ EXPORTS: Mapping[str, ExportFormat] = {
         },
         opened_as=None,
         boundaries=("seq", "sft", "dpo", "grpo"),
-        package="datasets",
     ),
 }
 
 
-# Reading back. Two readers agree on an array if the digests of its values and of its lengths are the same.
+# Reading back. An array is right if the digests of its values and of the lengths of its items are the same.
 
 
 class _Digest:
-    """The values of arrays, and the lengths of their items, as two digests a key that blocks do not show in."""
+    """Two digests per key, of its values and of the lengths of its items, independent of block boundaries."""
 
     def __init__(self) -> None:
         self.states: dict[str, tuple[xxhash.xxh3_128, xxhash.xxh3_128]] = {}
@@ -560,123 +524,43 @@ def _texts_of(values: Sequence[object]) -> tuple[AnyArray, list[int]]:
     return np.frombuffer(b"".join(texts), np.uint8), [len(text) for text in texts]
 
 
-def _compare(
-    store: Store, keys: Sequence[str], format: str, folder: Path, advance: Advance
-) -> tuple[list[str], list[str]]:
-    """Read a folder back and compare it with the store; return the names of the readers, and notes."""
+def _compare(store: Store, keys: Sequence[str], format: str, folder: Path, advance: Advance) -> list[str]:
+    """Read a folder back, compare it with the store, and return notes on what the format cannot hold."""
     export, kind = EXPORTS[format], store.manifest.kind
     expected = _store_digest(store, keys, advance)
-    if format == "hf":
-        expected |= _kept_digest(store)
-    readers, notes = [], []
     if export.opened_as is None:
         digest = _Digest()
         for part in _read_parquet(folder):
             digest.add(*part)
-        _require_same(format, "pyarrow", expected, digest.to_json(), kind)
-        readers.append("pyarrow")
-    else:
-        eos_id = None if kind in export.boundaries else store.manifest.tokenizer.get("eos_id")
-        written = open_store(folder, format=export.opened_as, eos_id=eos_id)
-        # Of AstrAI's files positions are not read: they follow from the documents.
-        known = {key: expected[key] for key in keys if key != POSITION_IDS}
-        _require_same(format, "tokenmill", known, _store_digest(written, list(known), _nothing), kind)
-        readers.append("tokenmill")
-        if kind not in export.boundaries and written.num_documents != store.num_documents:
-            notes.append(
-                f"the format has no boundaries: whoever cuts documents after EOS finds {written.num_documents:,}, "
-                f"not {store.num_documents:,}"
-            )
-    if export.package is not None:
-        theirs = _read_by_others(format, folder)
-        if theirs is None:
-            notes.append(f"{export.package} is not installed, so it was not read back with that")
-        else:
-            _require_same(format, export.package, expected, theirs, kind)
-            readers.append(f"{export.package} {version(export.package)}")
-    return readers, notes
+        _require_same(format, expected | _kept_digest(store), digest.to_json(), kind)
+        return []
+    eos_id = None if kind in export.boundaries else store.manifest.tokenizer.get("eos_id")
+    written = open_store(folder, format=export.opened_as, eos_id=eos_id)
+    # Positions are not read from AstrAI's files, because they follow from the documents.
+    known = {key: expected[key] for key in keys if key != POSITION_IDS}
+    _require_same(format, known, _store_digest(written, list(known), _nothing), kind)
+    if kind in export.boundaries or written.num_documents == store.num_documents:
+        return []
+    return [
+        f"the format has no boundaries: whoever cuts documents after EOS finds {written.num_documents:,}, "
+        f"not {store.num_documents:,}"
+    ]
 
 
 def _require_same(
-    format: str, reader: str, expected: Mapping[str, list[str]], actual: Mapping[str, list[str]], kind: str
+    format: str, expected: Mapping[str, list[str]], actual: Mapping[str, list[str]], kind: str
 ) -> None:
     compared = 2 if kind in EXPORTS[format].boundaries else 1  # values and lengths, or values alone
     for key, digests in expected.items():
         if actual.get(key, [])[:compared] != digests[:compared]:
             raise StoreCorruptError(
-                f"export to {format}: {key} must be read back as it is in the store, got other numbers with "
-                f"{reader}; check the disk, and export again"
+                f"export to {format}: {key} differs from the store after it was read back; check the disk, and "
+                "export again"
             )
 
 
-def _read_by_others(format: str, folder: Path) -> dict[str, list[str]] | None:
-    """Return what the project's own reader finds; None where it is not installed.
-
-    In a process of its own: what such packages load and print is none of ours, and need not stay.
-    """
-    offline = "os.environ['HF_HUB_OFFLINE'] = os.environ['HF_DATASETS_OFFLINE'] = '1'"
-    program = f"import os, sys; {offline}; sys.path[:] = {sys.path!r}; from {__name__} import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program, format, str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode == _NO_READER:
-        return None
-    if done.returncode:
-        raise StoreError(
-            f"export to {format}: must be read by {EXPORTS[format].package}, got {done.stderr.strip()[-400:]}; "
-            "check that it is installed as a whole"
-        )
-    digests: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
-    return digests
-
-
-def main() -> None:
-    """Print what the reader of another project finds in a folder, as digests."""
-    format, folder = sys.argv[1:]
-    digest = _Digest()
-    try:
-        for key, values, lengths in _READERS[format](Path(folder)):
-            digest.add(key, values, lengths)
-    except ImportError as error:
-        sys.stderr.write(str(error))
-        sys.exit(_NO_READER)
-    print(json.dumps(digest.to_json()), flush=True)  # noqa: T201 - what the parent process reads
-    os._exit(0)  # threads of such packages do not always let a process end in peace
-
-
-ArrayBlocks = Iterator[tuple[str, AnyArray, Sequence[int] | AnyArray]]
-"""Array, values, and the lengths of the items that they are of."""
-
-
-def _read_megatron(folder: Path) -> ArrayBlocks:
-    dataset = import_module("megatron.core.datasets.indexed_dataset").IndexedDataset(str(folder / "tokens"))
-    for number in range(len(dataset)):
-        yield "sequence", dataset[number], [dataset[number].size]
-
-
-def _read_datatrove(folder: Path) -> ArrayBlocks:
-    merger = import_module("datatrove.pipeline.tokens.merger")
-    for file in sorted(folder.glob("*.ds")):
-        ends = merger.load_doc_ends(open(f"{file}.index", "rb"))  # noqa: SIM115 - closed there
-        size = int(Path(f"{file}.metadata").read_text(encoding="utf-8").splitlines()[0].rpartition("|")[2])
-        for column, path, item in (("sequence", file, size), ("loss_mask", Path(f"{file}.loss"), 1)):
-            if path.is_file():
-                for raw in merger.get_data_reader(open(path, "rb"), ends, nb_bytes=item):  # noqa: SIM115 - closed there
-                    values: AnyArray = np.frombuffer(raw, f"<u{item}")
-                    yield column, values, [values.size]
-
-
-def _read_numpy(folder: Path) -> ArrayBlocks:
-    for file in sorted(folder.glob("*.npy")):
-        ids = np.load(file, mmap_mode="r")
-        for begin in range(0, ids.size, _BLOCK):
-            yield "sequence", ids[begin : begin + _BLOCK], ()
-
-
-def _read_parquet(folder: Path) -> ArrayBlocks:
+def _read_parquet(folder: Path) -> Iterator[Column]:
+    """Yield name, values and item lengths of the columns of each batch of rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -685,16 +569,7 @@ def _read_parquet(folder: Path) -> ArrayBlocks:
             yield from _lists(pa.Table.from_batches([batch]))
 
 
-def _read_datasets(folder: Path) -> ArrayBlocks:
-    from datasets import load_dataset
-
-    files = sorted(map(str, (folder / "data").glob("*.parquet")))
-    rows: Any = load_dataset("parquet", data_files=files, split="train", streaming=True)
-    for table in rows.with_format("arrow").iter(batch_size=1024):
-        yield from _lists(table)
-
-
-def _lists(table: Any) -> ArrayBlocks:  # noqa: ANN401 - pyarrow ships no types
+def _lists(table: Any) -> Iterator[Column]:  # noqa: ANN401 - pyarrow ships no types
     """Yield the columns of an Arrow table of lists, and of lists of lists their groups too."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -710,11 +585,3 @@ def _lists(table: Any) -> ArrayBlocks:  # noqa: ANN401 - pyarrow ships no types
             yield f"{key}/groups", np.empty(0, np.int64), lengths
             lengths, values = pc.list_value_length(values).to_numpy(), pc.list_flatten(values)
         yield key, values.to_numpy(), lengths
-
-
-_READERS: Mapping[str, Callable[[Path], ArrayBlocks]] = {
-    "megatron": _read_megatron,
-    "nanoset": _read_datatrove,
-    "npy": _read_numpy,
-    "hf": _read_datasets,
-}
