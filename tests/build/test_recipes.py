@@ -326,7 +326,7 @@ def test_messages_cannot_be_given_control_ids(tmp_path):
 def test_ends_of_turns_that_anyone_can_spell_are_told_loudly(tmp_path, capsys):
     """[S.i]"""
     build(CHATS, tmp_path, recipe="chat", chat_template="chatml")
-    assert "ends turns with '<|im_end|>', which the tokenizer has no control token for" in capsys.readouterr().err
+    assert "ends turns with '<|im_end|>', which the tokenizer has no special token for" in capsys.readouterr().err
 
 
 def tool_records(count):

@@ -23,7 +23,7 @@ def reasons_raised() -> set[str]:
     calls = [node for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
     made = [node.args[0] for node in calls if isinstance(node.func, ast.Name) and node.func.id == "Refusal"]
     named = [node.args[1] for node in calls if ast.unparse(node.func) == "batch.refuse"]
-    passed_on = {"reason", "refused.reason", "error.reason", "TOO_LONG"}
+    passed_on = {"reason", "refused.reason", "TOO_LONG"}
     assert {ast.unparse(node) for node in made + named if not isinstance(node, ast.Constant)} == passed_on
     return {TOO_LONG, *(node.value for node in made + named if isinstance(node, ast.Constant))}
 

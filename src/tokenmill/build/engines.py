@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from tempfile import mkstemp
 from threading import Lock, Thread
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
@@ -29,7 +30,7 @@ import msgspec
 
 from tokenmill.build.journal import Journal
 from tokenmill.build.tasks import ONE_CORE, error_of, read_list, run_index
-from tokenmill.encode.chat import tracked
+from tokenmill.encode.chat import limits
 from tokenmill.errors import ConfigError, MissingExtraError, TokenmillError, WorkerLostError, warn
 
 
@@ -105,13 +106,18 @@ class _Worker:
     def __init__(self, waiting: SimpleQueue[_Work | None]) -> None:
         self._lock = Lock()
         self._is_closed = False
+        file, name = mkstemp(prefix="tokenmill-")
+        os.close(file)
+        self._note = Path(name)
+        """Names the record that the worker renders; see `limits.enable`."""
         self._start()
         self._thread = Thread(target=self._serve, args=(waiting,), daemon=True)
         self._thread.start()
 
     def _start(self) -> None:
         # The worker gets the present path, in case the user changed it to find tokenmill.
-        program = f"import sys; sys.path[:] = {sys.path!r}; from tokenmill.build.engines import main; main()"
+        start = f"from tokenmill.build.engines import main; main({str(self._note)!r})"
+        program = f"import sys; sys.path[:] = {sys.path!r}; {start}"
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-c", program],
             stdin=subprocess.PIPE,
@@ -131,6 +137,7 @@ class _Worker:
         """Wait until a killed process is gone."""
         self._thread.join()
         self._reap()
+        self._note.unlink(missing_ok=True)
 
     def _reap(self) -> None:
         self.process.wait()
@@ -166,7 +173,7 @@ class _Worker:
                 future.set_result(None)
             except Exception as error:
                 future.set_exception(error)
-                if isinstance(error, WorkerLostError):
+                if self.process.poll() is not None:
                     return
 
     def _ask(self, work: tuple[str, str, int]) -> None:
@@ -183,13 +190,13 @@ class _Worker:
         if error is not None:
             raise error_of(*error)
 
-    def _death(self, work: tuple[str, str, int]) -> WorkerLostError:
+    def _death(self, work: tuple[str, str, int]) -> TokenmillError:
         code = self.process.wait()
+        error = limits.error_of(self._note) if code == -_SIGPROF else None
+        if error is not None:
+            return error
         how = f"exit code {code}" if code >= 0 else f"an end by {signal.Signals(-code).name}"
-        why = {
-            -_SIGKILL: " (the system does this when memory runs out)",
-            -_SIGPROF: f" (a chat template took {3 * tracked.MAX_SECONDS:g} s for one render)",
-        }.get(code, "")
+        why = " (the system does this when memory runs out)" if code == -_SIGKILL else ""
         tasks = read_list(Journal(Path(work[0])))
         path = work[0] if tasks is None else tasks.task(work[2]).unit.pieces[0].file.path
         return WorkerLostError(
@@ -202,9 +209,9 @@ _SIGKILL, _SIGPROF = (getattr(signal, name, 0) for name in ("SIGKILL", "SIGPROF"
 """Windows has neither: there a process ends with a code."""
 
 
-def main() -> None:
-    """Serve the process that started this one, and end with it."""
-    tracked.is_worker = True
+def main(note: str) -> None:
+    """Serve the process that started this one, and end with it; `note` is for the limits of chat templates."""
+    limits.enable(Path(note))
     _end_with_parent()
     # Answers have a descriptor of their own, so that no library prints between them.
     with os.fdopen(os.dup(1), "wb", buffering=0) as channel:

@@ -446,7 +446,8 @@ def _new_job(
     )
     opened = _open_with(job, opened_tokenizer, map)
     if opened.encoder is not None:
-        _warn_of_spelled_turns(opened.encoder)
+        for text in opened.encoder.describe().warnings:
+            warn(text)
         chat = opened.encoder.chat
         job = replace(job, template=opened.encoder.no_template if chat is None else chat.template.fields())
     return job, opened, warning
@@ -464,17 +465,6 @@ def _open_tokenizer(
     if warning:
         warn(warning)
     return tokenizer, warning
-
-
-def _warn_of_spelled_turns(encoder: RecordEncoder) -> None:
-    """Warn if the ends of turns are no control tokens: any message can spell them."""
-    spelled = encoder.spelled()
-    if spelled:
-        warn(
-            f"the chat template ends turns with {', '.join(map(repr, spelled))}, which the tokenizer has no "
-            "control token for: it is spelled in ordinary tokens, and a message may spell it too; "
-            "use a template that fits the tokenizer, or add the token to it"
-        )
 
 
 def _settle_framing(spec: str, recipe: Recipe, options: PrepareOptions, opened: OpenJob) -> str:

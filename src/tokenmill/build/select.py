@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from tokenmill.build.job import TEXT_KEY, MapRecord, OpenJob, Record
-from tokenmill.documents import DocumentBatch
+from tokenmill.documents import DocumentBatch, Unit
 from tokenmill.encode import Refusal
 from tokenmill.encode.recipe import Reading
 from tokenmill.encode.recipe.encoder import TOO_LONG
@@ -40,9 +40,10 @@ def chosen_of(items: Sequence[T], indices: Int64Array | None) -> Sequence[T]:
 class Documents:
     """Documents of a batch as a job reads them: texts, or records that its recipe reads."""
 
-    def __init__(self, opened: OpenJob, batch: DocumentBatch) -> None:
+    def __init__(self, opened: OpenJob, batch: DocumentBatch, unit: Unit) -> None:
         self.opened = opened
         self.batch = batch
+        self.unit = unit
         self.records: Sequence[Mapping[str, Any]] = ()
         """Empty if documents are texts."""
         self._readings: list[Reading] = []
@@ -65,6 +66,12 @@ class Documents:
     def place(self, index: int) -> tuple[int, int]:
         """Return piece and line of one record."""
         return self.batch.place(index if self._inputs is None else int(self._inputs[index]))
+
+    def _named(self, index: int) -> str:
+        """Return the file and line of a record, for the limits of chat templates."""
+        number, line = self.place(index)
+        piece = self.unit.pieces[number]
+        return f"{piece.file.path}:{line + 1}" + (f" from byte {piece.begin:,} on" if piece.begin else "")
 
     def places(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return pieces and lines of records."""
@@ -96,7 +103,9 @@ class Documents:
     def encode(self, indices: Int64Array | None) -> Records:
         """Encode documents by index, all for None."""
         if self.opened.encoder is not None:
-            return self.opened.encoder.encode(chosen_of(self._readings, indices))
+            all_indices = range(len(self._readings)) if indices is None else indices.tolist()
+            places = [self._named(index) for index in all_indices] if self.opened.encoder.chat else []
+            return self.opened.encoder.encode(chosen_of(self._readings, indices), places)
         texts: Sequence[str] = chosen_of(self.batch.documents, indices)
         tokenizer, kept = self.opened.tokenizer, np.arange(len(texts))
         encoded = frame(tokenizer.encode(texts), tokenizer.identity)

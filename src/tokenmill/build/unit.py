@@ -92,7 +92,7 @@ def _write_segments(
                 # All that is left is beyond max_items: it is counted, and not checked.
                 add_counts(segment.counts.skipped, {"max_items": len(batch.documents) + _num_lost(batch.bad)})
                 continue
-            bad, num_eligible = _take(opened, batch, None if fates is None else fates[place:], segment)
+            bad, num_eligible = _take(opened, unit, batch, None if fates is None else fates[place:], segment)
             place += num_eligible
             segment.counts.add_bad(bad)
             if any(opened.stop or record.reason == TOO_LONG for record in bad):
@@ -159,14 +159,14 @@ def _num_wanted(fates: Uint8Array | None) -> int:
 
 
 def _take(
-    opened: OpenJob, batch: DocumentBatch, fates: Uint8Array | None, segment: SegmentWriter
+    opened: OpenJob, unit: Unit, batch: DocumentBatch, fates: Uint8Array | None, segment: SegmentWriter
 ) -> tuple[list[BadRecord], int]:
     """Select records of a batch and add them to the shards of their routes.
 
     Return bad records, and the number of records that have a fate.
     """
     counts, bad = segment.counts, list(batch.bad)
-    documents = Documents(opened, batch)
+    documents = Documents(opened, batch, unit)
     if fates is None and takes_all(opened.chosen) and (opened.keep_empty or "" not in documents.contents):
         return bad + _append(documents, ROUTE, None, segment), 0
     chosen = select(documents, fates)
@@ -255,7 +255,7 @@ def _hashes(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -> 
     notes.write(0, 0, 0)
     for batch in read_unit(unit, opened.reading):
         notes.write(min(batch.position, unit.bytes), 0, 0)
-        documents = Documents(opened, batch)
+        documents = Documents(opened, batch, unit)
         records = documents.records or repeat(None)
         yield b"".join(
             xxhash.xxh3_128_digest(key)

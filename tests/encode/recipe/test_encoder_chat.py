@@ -419,12 +419,21 @@ def test_groups_of_texts_and_of_messages_are_those_that_each_gives_alone(write, 
         assert np.diff(offsets).tolist() == np.concatenate([np.diff(each.offsets[axis]) for each in alone]).tolist()
 
 
-def test_an_encoder_tells_which_ends_of_turns_are_ordinary_text(chatml, encoder, write):
+def test_an_encoder_warns_of_ends_of_turns_that_are_ordinary_text(chatml, encoder, write):
     """[S.i]"""
-    assert chatml("chat").spelled() == ("<|im_end|>",)
-    assert encoder("text").spelled() == ()
+    (warning,) = chatml("chat").describe().warnings
+    assert "ends turns with '<|im_end|>', which the tokenizer has no special token for" in warning
+    assert encoder("text").describe().warnings == ()
     spec = write(tokenizer_config={"chat_template": PLAIN_CHAT, "bos_token": "<s>", "eos_token": "</s>"})
-    assert encoder("chat", spec).spelled() == ()
+    assert encoder("chat", spec).describe().warnings == ()
+
+
+def test_an_encoder_warns_of_a_template_that_ends_no_turn(encoder, write):
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    source += "{% if add_generation_prompt %}[assistant]{% endif %}"
+    spec = write(tokenizer_config={"chat_template": source, "bos_token": "<s>", "eos_token": "</s>"})
+    (warning,) = encoder("chat", spec).describe().warnings
+    assert "no end-of-turn token is trained" in warning
 
 
 SAID = "<|im_start|>system\nBe brief.<|im_end|>\n"

@@ -26,7 +26,7 @@ from tokenmill.encode.chat.conversation import (
     shortened,
 )
 from tokenmill.encode.chat.template import ChatTemplate
-from tokenmill.encode.chat.tracked import limits, runs_of
+from tokenmill.encode.chat.tracked import runs_of
 from tokenmill.encode.chat.turns import Renderer, refuse_missing, turn_range
 
 
@@ -70,11 +70,8 @@ def render(
         try:
             conversation = mark_conversation(given, tools, kwargs, train_on)
             renderer = Renderer(template=template, conversation=conversation)
-            with limits():
-                rendered = _rendered(renderer, notes, add_generation_prompt, train_on, last_only)
+            rendered = _rendered(renderer, notes, add_generation_prompt, train_on, last_only)
         except Refusal as error:
-            if error.reason in LIMITS:
-                raise Refusal(error.reason, f"{error.detail}: {template.where}") from error
             if error.reason in _IN_ANY_FORM:
                 raise
             refused.append(error)
@@ -89,8 +86,6 @@ def render(
     return min(shown, key=lambda rendered: rendered.num_omitted)
 
 
-LIMITS = frozenset(("too_large", "too_many_steps", "too_slow"))
-"""Reasons that are the template's fault: it is named."""
 _FAILS: Mapping[str, int] = {"missing": 1, "untracked": 2, "template_error": 2}
 """Reason -> how little it says, next to those that are not here."""
 _IN_ANY_FORM = frozenset(

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache, wraps
+from functools import lru_cache
 from pathlib import Path
-from types import BuiltinMethodType, MappingProxyType, MethodType
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import msgspec
-from jinja2 import TemplateError, TemplateSyntaxError, Undefined, nodes
-from jinja2.compiler import CodeGenerator, Frame, operators
+from jinja2 import TemplateError, TemplateSyntaxError, nodes
+from jinja2.compiler import CodeGenerator, Frame
 from jinja2.environment import Template
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.filters import make_attrgetter
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tokenmill.encode import Refusal
 from tokenmill.encode.chat.tracked import (
-    LONG,
-    MAX_STEPS,
     Tracked,
     authored,
     between,
-    charge,
-    charge_size,
-    charge_text,
     generated,
     join,
     text_of,
@@ -289,36 +282,15 @@ _FILTERS = (
     *("reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "tojson", "trim"),
     *("unique", "upper"),
 )
-"""Filters that always give the same and cannot be told to make something huge: no `random`, no `center`."""
+"""Filters whose result depends on nothing else: no `random`."""
 _GLOBALS = ("range", "dict", "namespace", "cycler", "joiner")
 _UNSAFE_OF_STRINGS = frozenset(
     ("format", "format_map", "center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode", "maketrans")
 )
 _OF_DICTS = frozenset(dir(dict))
 _READING_DICTS = frozenset(("get", "items", "keys", "values"))
-_QUICK = frozenset(("abs", "count", "d", "default", "first", "last", "length"))
-"""Filters that take the same time for any value; all others are counted."""
-_OF_TEXTS = frozenset(("replace", "safe", "string", "title", "tojson"))
-"""Filters that write any value as a text."""
-_OF_WHOLE_TEXTS = _OF_TEXTS | {"float", "int", "reverse", "round"}
-"""Filters that take a text as one value; all others go through its characters."""
-_COMPARING = frozenset(("dictsort", "groupby", "max", "min", "sort", "unique"))
-"""Filters that compare values, or copies of them in lower case: all characters count, however deep."""
-_OF_NUMBERS = frozenset(("divisibleby", "even", "odd"))
-"""Tests that divide; of a text they would make a longer one, as `%` does."""
 _MAX_SOURCE = 1 << 17
-"""Characters of a template: compiling this many takes up to ten seconds; common ones have 20,000 at most."""
-_MAX_WIDTH = 64
-"""Of white space in JSON."""
-_MAX_DIGITS = 4096
-"""Of a string that becomes a number: the time grows with their square."""
-_CONTAINERS = frozenset((list, tuple, dict))
-_ITEMS = 16
-"""Items that are read in one step; of characters it is `LONG`."""
-_MAX_PRECISION = 400
-"""Places that a number is rounded to; more than a float has."""
-_MAX_BITS = 4096
-"""Size of the numbers that a template may make."""
+"""Characters of a template. Common ones have at most 20,000, and this many compile in up to ten seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -326,17 +298,17 @@ class Compiled:
     """A template, ready to run."""
 
     tracked: Template
-    """Follows every character."""
+    """Tracks the origin of every character."""
     plain: Template
-    """Runs on plain strings, as every other library does; both must give the same text."""
+    """Runs on plain strings, as in every other library. Both must return the same text."""
     has_generation: bool
-    """Whether it says itself, by `{% generation %}`, what is trained on."""
+    """Whether `{% generation %}` blocks mark the trained text."""
     names: frozenset[str]
-    """Names that it reads: of what it is given, and of what it sets itself."""
+    """Names that the template reads, from its arguments or its own variables."""
 
 
 def compile_template(source: str, where: str) -> Compiled:
-    """Compile a template, once; one that cannot be compiled raises `ConfigError` with the line."""
+    """Compile a template once; an invalid one raises `ConfigError` with its line."""
     if len(source) > _MAX_SOURCE:
         raise ConfigError(
             f"chat template {where}: must have at most {_MAX_SOURCE:,} characters, got {len(source):,}; "
@@ -370,88 +342,34 @@ def _compiled(source: str) -> Compiled:
 
 
 class GenerationBlock(Extension):
-    """The tag `{% generation %}`, which says what the assistant produced."""
+    """The tag `{% generation %}`, which marks text that the assistant produced."""
 
     tags = {"generation"}  # noqa: RUF012 - as jinja has it
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Make it a call block, as transformers does: names that are set inside are not seen outside."""
+        """Make it a call block, as transformers does: names that are set inside are not visible outside."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("produced"), [], [], body).set_lineno(line)
 
     def produced(self, caller: Callable[[], str]) -> str:
-        """Return what the block wrote, marked where strings are tracked."""
+        """Return the text of the block, marked where strings are tracked."""
         return generated(caller())
 
 
-class _LimitedCode(CodeGenerator):
-    """Counts what a template joins, compares and puts together."""
+class _PlainCode(CodeGenerator):
+    """Leaves all work of a template to its render, because a render can be limited and compiling cannot."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:  # noqa: ANN401
-        # Jinja would work out constants while it compiles, when nothing is counted.
         if not isinstance(node, nodes.TemplateData):
             raise nodes.Impossible
         return super()._output_child_to_const(node, frame, finalize)
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        self.write("environment.joined((")
-        for part in node.nodes:
-            self.visit(part, frame)
-            self.write(", ")
-        self.write("))")
-
-    def visit_List(self, node: nodes.List, frame: Frame) -> None:
-        self._sized(super().visit_List, node, frame)
-
-    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        self._sized(super().visit_Dict, node, frame)
-
-    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
-        if node.ctx == "load":
-            self._sized(super().visit_Tuple, node, frame)
-        else:
-            super().visit_Tuple(node, frame)
-
-    def _sized(self, visit: Callable[[Any, Frame], None], node: nodes.Node, frame: Frame) -> None:
-        self.write("environment.sized(")
-        visit(node, frame)
-        self.write(")")
-
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
-        if not isinstance(node.arg, nodes.Slice):
-            super().visit_Getitem(node, frame)
-            return
-        self.write("environment.copied(")
-        self.visit(node.node, frame)
-        self.write(")[")
-        self.visit(node.arg, frame)
-        self.write("]")
-
-    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        # To compare with a constant takes no time; to search for one in a value does.
-        searches = any(operand.op in ("in", "notin") for operand in node.ops)
-        constant = any(isinstance(side, nodes.Const) for side in (node.expr, *(each.expr for each in node.ops)))
-        self._weighing = searches or not constant
-        super().visit_Compare(node, frame)
-
-    def visit_Operand(self, node: nodes.Operand, frame: Frame) -> None:
-        if not self._weighing or isinstance(node.expr, nodes.Const):
-            super().visit_Operand(node, frame)
-            return
-        weighed = "searched" if node.op in ("in", "notin") else "weighed"
-        self.write(f" {operators[node.op]} environment.{weighed}(")
-        self.visit(node.expr, frame)
-        self.write(")")
-
-    _weighing = False
-
 
 class PlainEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox with the names that chat templates expect, in which all work is counted."""
+    """The sandbox of jinja, with the names that chat templates expect."""
 
-    code_generator_class: type[CodeGenerator] = _LimitedCode
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    code_generator_class: type[CodeGenerator] = _PlainCode
 
     def __init__(self) -> None:
         super().__init__(
@@ -461,16 +379,8 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
             extensions=[GenerationBlock, LoopControlExtension],
         )
         self._safe: dict[tuple[type, str], bool] = {}
-        self.filters = {name: self.filters[name] for name in _FILTERS}
-        self._set_filters(**self.filters | {"tojson": _plain_json, "join": self._join, "sum": self._sum})
-        self.filters |= {name: _by_method(name) for name in ("capitalize", "lower", "upper")}
-        self.filters["trim"] = _by_method("strip")
-        self.finalize = self.text
-        self.filters["counted"] = Counted
-        self.tests = {name: _charged_test(name, test) for name, test in self.tests.items()}
-        self.globals = {name: self.globals[name] for name in _GLOBALS}
-        self.globals["raise_exception"] = _raise
-        self.globals["dict"] = _made_dict
+        self.filters = {name: self.filters[name] for name in _FILTERS} | {"tojson": _plain_json}
+        self.globals = {name: self.globals[name] for name in _GLOBALS} | {"raise_exception": _raise}
 
     def getattr(self, obj: Any, attribute: str) -> Any:  # noqa: ANN401 - as jinja has it
         """Return an attribute or item, as jinja does; items of objects, the most common case, directly."""
@@ -488,12 +398,10 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
                 return obj[argument]
             if argument not in _OF_DICTS:
                 return self.undefined(obj=obj, name=argument)
-        if type(argument) in _CONTAINERS:
-            charge_text(argument)  # an error names what is not there
         return super().getitem(obj, argument)
 
     def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
-        """Refuse what the sandbox of jinja refuses, and methods that can make something huge."""
+        """Reject everything that the sandbox of jinja rejects, and methods that can make a huge text."""
         # The answer depends on the type alone; to work it out each time took a fifth of a render.
         key = (type(obj), attr)
         if key not in self._safe:
@@ -506,143 +414,27 @@ class PlainEnvironment(ImmutableSandboxedEnvironment):
         return self._safe[key]
 
     def wrap_str_format(self, value: object) -> None:
-        """Leave `str.format` to `is_safe_attribute`, which refuses it."""
+        """Leave `str.format` to `is_safe_attribute`, which rejects it."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for node in tree.find_all(nodes.EvalContextModifier):
-            # It makes a longer copy of every text that is printed, which nothing would count.
+            # Escaped text has another class, whose characters cannot be tracked.
             raise TemplateSyntaxError("autoescape is not supported", node.lineno)
-        for loop in tree.find_all(nodes.For):
-            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None).set_lineno(loop.lineno)
-            loop.iter.set_environment(self)
         return tree
 
-    def _set_filters(self, **filters: Callable[..., Any]) -> None:
-        self.filters |= {name: each if name in _QUICK else _charged(name, each) for name, each in filters.items()}
 
-    @staticmethod
-    def text(value: object) -> str:
-        """Return what a template prints for a value."""
-        if type(value) is str:
-            return value
-        charge_text(value)
-        return str(value)
-
-    @classmethod
-    def joined(cls, values: Iterable[object]) -> str:
-        """Do what the operator `~` does."""
-        return cls.concat(map(cls.text, values))
-
-    @staticmethod
-    def concat(pieces: Iterable[str]) -> str:
-        """Lay end to end all that a template, a macro or a block has written."""
-        parts = list(pieces)
-        charge_size(sum(map(len, parts)), len(parts))
-        return "".join(parts)
-
-    def _join(self, value: Iterable[object], d: str = "", attribute: str | int | None = None) -> str:
-        items = value if attribute is None else map(make_attrgetter(self, attribute), value)
-        return self.joined(between(self.text(d), items))
-
-    def _sum(self, iterable: Iterable[Any], attribute: str | int | None = None, start: Any = 0) -> Any:  # noqa: ANN401
-        if isinstance(start, str):
-            raise TypeError("sum() can't sum strings")
-        for item in iterable if attribute is None else map(make_attrgetter(self, attribute), iterable):
-            start = self.call_binop(None, "+", start, item)
-        return start
-
-    @staticmethod
-    def formatted(form: str, values: object) -> str:
-        """Do what the operator `%` does, within the limits of tracked strings."""
-        return str.__str__(Tracked(form) % values)
-
-    @staticmethod
-    def weighed(value: Any) -> Any:  # noqa: ANN401 - given back as it is
-        """Count the work of reading all of a value."""
-        if isinstance(value, str):
-            if len(value) > LONG:
-                charge(len(value) // LONG)
-        elif isinstance(value, list | tuple | Mapping):
-            _weigh(value)
-        return value
-
-    @classmethod
-    def searched(cls, value: Any) -> Any:  # noqa: ANN401 - given back as it is
-        """Count the work of searching a value; a key of an object is found at once."""
-        if type(value) is dict:
-            charge()
-            return value
-        return cls.weighed(value)
-
-    @staticmethod
-    def copied(value: Any) -> Any:  # noqa: ANN401 - given back as it is
-        """Count the work of copying a string, list or tuple, or a part of it."""
-        if isinstance(value, str):
-            charge_size(len(value))
-        elif isinstance(value, list | tuple):
-            charge(len(value))
-        return value
-
-    @staticmethod
-    def sized(value: Any) -> Any:  # noqa: ANN401 - given back as it is
-        """Count all that a list, tuple or dict holds, however deep; a shared part counts each time it occurs."""
-        if isinstance(value, list | tuple | Mapping):
-            _charge_items(value)
-        return value
-
-    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
-        """Call a macro, method or function; a call takes 16 steps, and more with a long text.
-
-        Methods of values are called directly: `getattr` has checked them.
-        """
-        charge(16 + len(args))
-        for arg in args:
-            if type(arg) in _CONTAINERS:
-                charge(len(arg))
-                if getattr(obj, "__name__", "") == "changed":  # of a loop, which compares
-                    self.weighed(arg)
-        if type(obj) is BuiltinMethodType or (type(obj) is MethodType and isinstance(obj.__self__, str)):
-            owner = obj.__self__
-            if isinstance(owner, str):
-                self.copied(owner)
-                if obj.__name__ == "join" and args and not isinstance(args[0], list | tuple):
-                    args = (list(Counted(args[0])), *args[1:])
-                if type(owner) is not Tracked:
-                    _charge_made(obj.__name__, owner, args)
-            elif isinstance(owner, list | tuple | Mapping):
-                looked_for = _weigh(args[0]) if args and isinstance(args[0], list | tuple | Mapping) else 0
-                if obj.__name__ not in _READING_DICTS:
-                    self.weighed(owner)
-                    charge(len(owner) * (1 + looked_for // _ITEMS))
-            for name in ("_loop_vars", "_block_vars"):  # which jinja adds for functions that take the context
-                kwargs.pop(name, None)
-            return obj(*args, **kwargs)
-        return super().call(context, obj, *args, **kwargs)
-
-    def call_binop(self, context: Context | None, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401, ARG002
-        """Add, multiply, raise to a power or format, if the result is not huge."""
-        if operator == "+" and type(left) is Tracked and type(right) is Tracked:
-            return join((left, right))
-        sizes = [len(side) for side in (left, right) if isinstance(side, str | list | tuple)]
-        if operator == "+" and len(sizes) == 2:
-            charge_size(sum(sizes))
-        elif operator == "*" and sizes:
-            charge_size(sizes[0] * max(0, int(left if isinstance(left, int) else right)))
-        elif operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-            if bits > _MAX_BITS:
-                raise Refusal("too_large", f"the template makes a number of {bits} bits")
-        if operator == "%" and isinstance(left, str):
-            return self.formatted(left, right)
-        value = self.binop_table[operator](left, right)
-        return self.sized(value) if isinstance(value, list | tuple) else value
-
-
-class _Code(_LimitedCode):
-    """Makes the literals of a template tracked as well."""
+class _TrackedCode(_PlainCode):
+    """Makes the literals of a template tracked, and what the operator `~` joins."""
 
     environment: TrackedEnvironment
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.joined((")
+        for part in node.nodes:
+            self.visit(part, frame)
+            self.write(", ")
+        self.write("))")
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
         value = node.as_const(frame.eval_ctx)
@@ -663,167 +455,29 @@ class _Code(_LimitedCode):
 
 
 class TrackedEnvironment(PlainEnvironment):
-    """A sandbox in which all strings are tracked, and all work is counted."""
+    """A sandbox in which all strings are tracked."""
 
-    code_generator_class = _Code
-    text = staticmethod(text_of)
+    code_generator_class = _TrackedCode
     concat = staticmethod(join)
 
     def __init__(self) -> None:
         super().__init__()
         self.literals: list[Tracked] = []
-        self._set_filters(tojson=tojson, string=text_of, safe=text_of)
+        self.finalize = text_of
+        self.filters |= {"tojson": tojson, "string": text_of, "safe": text_of, "join": self._join}
 
     @staticmethod
-    def formatted(form: str, values: object) -> str:
-        """Do what the operator `%` does."""
-        return (form if isinstance(form, Tracked) else Tracked(form)) % values
+    def joined(values: Iterable[object]) -> Tracked:
+        """Do what the operator `~` does."""
+        return join(map(text_of, values))
 
-
-class Counted:
-    """Values that a loop goes over; every round is a step."""
-
-    def __init__(self, values: Iterable[object]) -> None:
-        self._values = values
-
-    def __iter__(self) -> Iterator[object]:
-        for value in self._values:
-            charge()
-            yield value
-
-    def __len__(self) -> int:
-        return len(self._values)  # type: ignore[arg-type]  # a TypeError is what jinja expects of an iterator
-
-
-def _charge_items(value: Any) -> None:  # noqa: ANN401 - a list or table
-    """Count all items that a value holds, however deep."""
-    pending = [value]
-    while pending:
-        inner = pending.pop()
-        if isinstance(inner, Mapping):
-            inner = [*inner, *inner.values()]
-        charge(1 + len(inner))
-        pending += [item for item in inner if isinstance(item, list | tuple | Mapping)]
-
-
-def _weigh(value: Any) -> int:  # noqa: ANN401 - a list or table
-    """Count the work of comparing a value, while it is looked through; return how many items it holds.
-
-    A long text counts as many items as take the same time.
-    """
-    charge()
-    pending, total, paid = [value], 0, 0
-    while pending and total <= _ITEMS * MAX_STEPS:  # more than any budget has
-        inner = pending.pop()
-        if isinstance(inner, Mapping):
-            inner = [*inner, *inner.values()]
-        total += 1 + len(inner)
-        total += sum(_ITEMS * (len(item) // LONG) for item in inner if isinstance(item, str))
-        pending += [item for item in inner if isinstance(item, list | tuple | Mapping)]
-        steps = total // _ITEMS - paid
-        if steps > 256 or not pending:  # a value that shares its parts may take for ever: the limits must see it
-            charge(steps)
-            paid += steps
-    return total
-
-
-def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that counts its work before it does it."""
-    place = 1 if hasattr(function, "jinja_pass_arg") else 0
-    makes_text = name in _OF_TEXTS
-
-    @wraps(function)
-    def charged(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
-        value = args[place]
-        for argument in (*args[place + 1 :], *kwargs.values()):
-            if isinstance(argument, str) and len(argument) > LONG:
-                charge(argument.count(".") + argument.count(","))  # jinja splits the name of an attribute there
-        if isinstance(value, str):
-            _charge_filter(name, value, args[place + 1 :], kwargs)
-        elif makes_text:
-            _charge_filter(name, PlainEnvironment.text(value), args[place + 1 :], kwargs)
-        elif name in _COMPARING and isinstance(value, Iterable) and not isinstance(value, Undefined):
-            items = value if isinstance(value, list | tuple | Mapping) else list(Counted(value))
-            charge_text(items)
-            args = (*args[:place], items, *args[place + 1 :])
-        elif isinstance(value, list | tuple | Mapping):
-            PlainEnvironment.weighed(value)
-            charge(len(value))
-        elif isinstance(value, Iterable) and not isinstance(value, Undefined):
-            args = (*args[:place], iter(Counted(value)), *args[place + 1 :])
-        elif name == "round":
-            precision = kwargs.get("precision", *args[place + 1 : place + 2] or (0,))
-            if abs(precision) > _MAX_PRECISION:
-                raise Refusal("too_large", f"the template rounds to {precision} places")
-        result = function(*args, **kwargs)
-        if type(result) is str and len(result) > LONG:
-            charge_size(len(result))
-        return result
-
-    return charged
-
-
-def _by_method(name: str) -> Callable[..., Any]:
-    """Return a filter that calls a method of a text; any other value is written as a text first."""
-
-    def filter_(value: object, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as jinja has it
-        text = PlainEnvironment.copied(value) if isinstance(value, str) else PlainEnvironment.text(value)
-        return getattr(text, name)(*args, **kwargs)
-
-    return filter_
-
-
-def _charged_test(name: str, test: Any) -> Callable[..., bool]:  # noqa: ANN401 - as jinja has it
-    """Return a test that counts its work before it does it."""
-    place = 1 if hasattr(test, "jinja_pass_arg") else 0
-
-    @wraps(test)
-    def charged(*args: Any) -> bool:  # noqa: ANN401
-        if name in _OF_NUMBERS and isinstance(args[place], str):
-            raise TypeError(f"a text is not {name}")
-        if name in ("lower", "upper"):
-            PlainEnvironment.text(args[place])
-        for value in args[place:]:
-            PlainEnvironment.weighed(value)
-        return bool(test(*args))
-
-    return charged
-
-
-def _charge_filter(name: str, text: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Count the work of a filter on a text."""
-    if name not in _OF_WHOLE_TEXTS:
-        charge(len(text))
-    elif name == "title":
-        charge(len(text) // 2)  # as many words at most
-    elif name == "replace":
-        _charge_made(name, text, [kwargs.get(key, *args[at : at + 1]) for at, key in enumerate(("old", "new"))])
-    elif name in ("int", "float") and len(text) > _MAX_DIGITS:
-        raise Refusal("too_large", f"the template makes a number of {len(text)} characters")
-    charge(1 + len(text) // LONG)
-
-
-def _charge_made(name: str, text: str, args: Sequence[Any]) -> None:
-    """Count the work of a method of a plain string."""
-    if name == "join" and args and isinstance(args[0], list | tuple):
-        items = args[0]
-        charge_size(len(text) * len(items) + sum(len(item) for item in items if isinstance(item, str)), len(items))
-    elif name == "replace" and len(args) > 1 and isinstance(args[0], str) and isinstance(args[1], str):
-        count = text.count(args[0]) if args[0] else len(text) + 1
-        charge_size(len(text) + count * max(0, len(args[1]) - len(args[0])))
-    elif name in ("split", "rsplit", "splitlines"):
-        # A part takes more memory than its characters do.
-        separator = args[0] if name != "splitlines" and args and isinstance(args[0], str) else ""
-        charge(text.count(separator) if separator else len(text) // 2)
-
-
-def _made_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:  # noqa: ANN401 - as `dict`
-    value: dict[Any, Any] = PlainEnvironment.sized(dict(*args, **kwargs))
-    return value
+    def _join(self, value: Iterable[object], d: str = "", attribute: str | int | None = None) -> Tracked:
+        items = value if attribute is None else map(make_attrgetter(self, attribute), value)
+        return self.joined(between(text_of(d), items))
 
 
 def _raise(message: object) -> NoReturn:
-    raise TemplateError(PlainEnvironment.text(message))
+    raise TemplateError(str(message))
 
 
 def _plain_json(
@@ -833,7 +487,4 @@ def _plain_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    widths = (indent if isinstance(indent, int) else len(indent or ""), *map(len, separators or ()))
-    if max(widths) > _MAX_WIDTH:
-        raise Refusal("too_large", f"the template sets values apart by {max(widths)} characters")
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

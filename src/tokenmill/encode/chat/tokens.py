@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -14,9 +15,9 @@ import numpy as np
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import NO_OPTIONS, Conversation
-from tokenmill.encode.chat.render import LIMITS, Rendered, render
+from tokenmill.encode.chat.limits import limited
+from tokenmill.encode.chat.render import Rendered, render
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
-from tokenmill.encode.chat.tracked import limits
 from tokenmill.encode.chat.turns import MARKUP
 from tokenmill.encode.tokenizer import Tokenizer, control_pattern, join, num_shared, split
 from tokenmill.errors import ConfigError, nearest
@@ -323,6 +324,24 @@ class ChatEncoder:
         return tuple(name for name in ends if name not in self.tokenizer.special_ids)
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """Reasons why a model may not learn to end its turns, or why a message could end a turn."""
+        spelled, shown = self.spelled, self._shown()
+        warnings: list[str] = []
+        if spelled:
+            warnings.append(
+                f"the chat template ends turns with {', '.join(map(repr, spelled))}, which the tokenizer has no "
+                "special token for: it is spelled in ordinary tokens, and a message may spell it too; "
+                "use a template that fits the tokenizer, or add the token to it"
+            )
+        if shown is not None and shown.text[: shown.supervised[-1][1]].endswith("a"):
+            warnings.append(
+                f"chat template {self.template.where}: no end-of-turn token is trained, so a model does not learn "
+                "to stop; use a variant of the template with {% generation %} blocks that hold the end of a turn"
+            )
+        return tuple(warnings)
+
+    @property
     def lacks_bos(self) -> bool:
         """Whether texts start with BOS and conversations do not, as the template writes none."""
         shown = self._shown() if self.tokenizer.identity.add_bos and not self._adds_bos else None
@@ -350,27 +369,24 @@ class ChatEncoder:
         return self._examples[0]
 
     def _example(self) -> Rendered | None:
-        with limits():
-            for content in ("a", [{"type": "text", "text": "a"}]):
-                messages = [{"role": role, "content": content} for role in ("user", "assistant")]
-                try:
-                    return render(self.template, messages, kwargs=self.kwargs)
-                except Refusal as error:
-                    if error.reason in LIMITS:
-                        break
+        for content in ("a", [{"type": "text", "text": "a"}]):
+            messages = [{"role": role, "content": content} for role in ("user", "assistant")]
+            with suppress(Refusal), limited(self.template.where, "of a sample"):
+                return render(self.template, messages, kwargs=self.kwargs)
         return None
 
-    def encode(self, conversations: Sequence[Conversation]) -> ChatEncoded:
+    def encode(self, conversations: Sequence[Conversation], places: Sequence[str] = ()) -> ChatEncoded:
         """Render, cut and encode conversations; what cannot be proven right is refused, the rest kept.
 
-        A template that asks for today's date and was given none raises `ConfigError`.
+        A template that asks for today's date and was given none raises `ConfigError`. In a worker, so does a
+        template that takes too much time or memory; the error names the record by its entry in `places`.
         """
         rendered: dict[int, Rendered] = {}
         refused: dict[int, Refusal] = {}
-        with limits() as start:
-            for index, conversation in enumerate(conversations):
-                start()
-                try:
+        for index, conversation in enumerate(conversations):
+            place = places[index] if places else f"{index + 1} of {len(conversations)}"
+            try:
+                with limited(self.template.where, place):
                     rendered[index] = render(
                         self.template,
                         conversation.messages,
@@ -379,8 +395,8 @@ class ChatEncoder:
                         train_on=self.train_on,
                         last_only=self.last_only,
                     )
-                except Refusal as error:
-                    refused[index] = error
+            except Refusal as error:
+                refused[index] = error
         ids: list[Uint32Array] = []
         masks: list[Uint8Array] = [np.empty(0, np.uint8)]
         results = encode_all(list(rendered.values()), self.tokenizer, self._controls)

@@ -1,222 +1,16 @@
-"""A string that knows, of every character, whether the template wrote it or where in the record it stood.
-
-Also how much work a template may do for one render: what makes or reads strings counts it.
-"""
+"""A string that records the origin of every character: the template, or a place in the record."""
 
 from __future__ import annotations
 
 import json
-import math
-import os
 import re
-import signal
-import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, SupportsIndex, TypeAlias, TypeVar
+from typing import Any, SupportsIndex, TypeAlias
 
 from tokenmill.encode import Refusal
 
-try:
-    import resource
-except ImportError:  # on Windows, which has no limits of this kind
-    resource = None  # type: ignore[assignment]
-
-# How much work a template may do for one render.
-
-MAX_STEPS = 2_000_000
-"""Loop rounds and blocks of 256 characters that one render may take; a call counts as 16."""
-MAX_CHARS = 1 << 24
-"""Characters that one string of a render may have."""
-LONG = 4096
-"""Characters from which on a string counts wherever it is copied or looked through."""
-
-MAX_SECONDS = 10.0
-"""Processor time that one record may take: some steps take longer than others, so counting them is not enough."""
-MAX_BYTES = 1 << 30
-"""Memory that one record may take, beyond what the process has already."""
-is_worker = False
-"""Whether this process is a worker of a build, which nothing else uses. Only there may the system limit the memory
-of the process, interrupt it by signals, and end it where a render does not stop."""
-_STEPS_BETWEEN = 1 << 12
-"""Steps between two checks of the time and memory that a render takes. A check takes some microseconds."""
-_STEP_BYTES = 1 << 14
-"""Memory that a step takes at most."""
-
-T = TypeVar("T")
-
-_left: ContextVar[list[int]] = ContextVar("steps until the next check, and after it")
-_begun: ContextVar[list[float]] = ContextVar("time and memory at the start of a record, and its steps so far")
-
-
-@contextmanager
-def during(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Give a context variable a value for the time of a render."""
-    token = variable.set(value)
-    try:
-        yield
-    finally:
-        variable.reset(token)
-
-
-def budget(steps: int = MAX_STEPS) -> AbstractContextManager[None]:
-    """Allow a render so many steps, at most what is left of a budget around it; without one nothing is counted."""
-    around = _left.get(None)
-    if around is not None:
-        steps = min(steps, sum(around))
-    return during(_left, [min(steps, _STEPS_BETWEEN), max(0, steps - _STEPS_BETWEEN)])
-
-
-@contextmanager
-def limits() -> Iterator[Callable[[], None]]:
-    """Refuse records that take too much time or memory, whatever a template does; the value starts the next record.
-
-    In a worker of a build the system holds the main thread to both: nothing else can stop Python in the middle of
-    one long operation. Elsewhere the process belongs to the user and is not changed. There the thread looks at its
-    own time, and at the memory of the process, while it counts steps.
-    """
-    if _begun.get(None) is not None:
-        yield lambda: None
-        return
-    begun = [math.inf, 0.0, 0.0]
-    token = _begun.set(begun)
-    try:
-        if is_worker and threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer"):
-            with _limits_of_system() as start:
-                yield start
-        else:
-
-            def start_here() -> None:
-                begun[:] = time.thread_time(), 0.0, 0.0
-
-            start_here()
-            yield start_here
-    except MemoryError as error:
-        raise too_much_memory() from error
-    finally:
-        _begun.reset(token)
-
-
-@contextmanager
-def _limits_of_system() -> Iterator[Callable[[], None]]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    signal.signal(signal.SIGVTALRM, _stop)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    records = 0
-
-    def start() -> None:
-        nonlocal records
-        # Processor time is the same under load. The timer repeats, as code that the template calls may catch the
-        # first error.
-        signal.setitimer(signal.ITIMER_VIRTUAL, MAX_SECONDS, 0.1)
-        signal.setitimer(signal.ITIMER_PROF, 3 * MAX_SECONDS)
-        # Reading the memory in use takes longer than some renders, and it hardly grows in a few records.
-        used = 0 if records % 8 else _memory(_DATA) or 0
-        if used:
-            resource.setrlimit(resource.RLIMIT_DATA, (min(soft % (1 << 64), used + MAX_BYTES), hard))
-        records += 1
-
-    try:
-        start()
-        yield start
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-_RESIDENT, _DATA = 1, 5
-"""Columns of `/proc/self/statm`: pages in memory, and pages that count for the limit."""
-
-
-def _memory(column: int) -> int | None:
-    """Return the bytes that this process has; None where the system does not say."""
-    try:
-        statm = os.open("/proc/self/statm", os.O_RDONLY)
-    except OSError:  # no Linux
-        return None
-    try:
-        return int(os.read(statm, 256).split()[column]) * resource.getpagesize()
-    finally:
-        os.close(statm)
-
-
-def too_much_memory() -> Refusal:
-    """Return the refusal of a record whose render takes too much memory."""
-    return Refusal("too_large", f"the template takes more than {MAX_BYTES >> 20} MB of memory")
-
-
-def _too_slow() -> Refusal:
-    return Refusal("too_slow", f"the template takes more than {MAX_SECONDS:g} s of the processor")
-
-
-def _stop(_signal: int, _frame: FrameType | None) -> None:
-    raise _too_slow()
-
-
-def charge(steps: int = 1) -> None:
-    """Take steps from the budget; refuse when it is used up."""
-    # A list that is changed in place: to set a context variable costs more than the string that is counted.
-    left = _left.get(None)
-    if left is not None:
-        left[0] -= steps
-        if left[0] < 0:
-            _check_limits(left)
-
-
-def _check_limits(left: list[int]) -> None:
-    """Go on with the budget, if some is left, unless the record has taken too much time or memory."""
-    steps = min(left[1], _STEPS_BETWEEN - left[0])
-    left[0] += steps
-    left[1] -= steps
-    if left[0] < 0:
-        raise Refusal("too_many_steps", "the template takes more steps than a render may")
-    begun = _begun.get(None)
-    if begun is None or begun[0] == math.inf:
-        return
-    if time.thread_time() - begun[0] > MAX_SECONDS:
-        raise _too_slow()
-    memory = _memory(_RESIDENT) or 0
-    begun[1] = begun[1] or memory
-    begun[2] += _STEPS_BETWEEN
-    # Other threads take memory as well: a record with few steps cannot have taken it.
-    if memory - begun[1] > MAX_BYTES and begun[2] * _STEP_BYTES > MAX_BYTES:
-        raise too_much_memory()
-
-
-def charge_size(num_chars: int, num_parts: int = 0) -> None:
-    """Take the cost of a string or list of this length, made of so many parts; refuse one that is too long."""
-    if num_chars > MAX_CHARS:
-        raise Refusal("too_large", f"the template makes {num_chars} characters or items, over {MAX_CHARS}")
-    charge(1 + num_parts + num_chars // 256)
-
-
 _SCALARS = (bool, int, float, type(None))
-
-
-def charge_text(value: object) -> None:
-    """Take the cost of writing a value as a text, before it is written: all strings in it, however deep.
-
-    An object that is neither JSON nor undefined raises `TypeError`, as its text could have any length.
-    """
-    from jinja2 import Undefined  # late: conversations are marked where no template is opened
-
-    pending, num_chars = [value], 0
-    while pending:
-        inner = pending.pop()
-        if isinstance(inner, str):
-            num_chars += len(inner)
-        elif isinstance(inner, list | tuple | Mapping):
-            charge(1 + len(inner))
-            items = [*inner, *inner.values()] if isinstance(inner, Mapping) else inner
-            pending += [item for item in items if not isinstance(item, _SCALARS)]
-        elif not isinstance(inner, (*_SCALARS, Undefined)):
-            raise TypeError(f"a template may not print a {type(inner).__name__}")
-    charge_size(num_chars)
 
 
 # Strings that are followed.
@@ -237,7 +31,6 @@ def _cased(change: Callable[[str], str]) -> Callable[[Tracked], Tracked]:
 
     def method(self: Tracked) -> Tracked:
         text = change(self)
-        charge_size(len(text))
         if self._runs is None or len(text) == len(self):
             return marked(text, self._runs)
         pieces = [change(char) for char in str.__iter__(self)]
@@ -275,7 +68,6 @@ class Tracked(str):
         return join((other, self)) if isinstance(other, str) else NotImplemented
 
     def __mul__(self, count: SupportsIndex) -> Tracked:
-        charge_size(len(self) * max(0, count.__index__()))
         if self._runs is None:
             return authored(str.__mul__(self, count))
         return join([self] * count.__index__())
@@ -289,7 +81,6 @@ class Tracked(str):
             values = (values,)
         pieces = [self[match.start() : match.end()] for match in re.finditer(r"%[%s]|[^%]+|%", self)]
         if any(piece[0] == "%" and piece not in ("%s", "%%") for piece in pieces):
-            charge_text(values)
             return str.__mod__(self, values)
         left = list(values)
         if sum(piece == "%s" for piece in pieces) != len(left):
@@ -312,7 +103,6 @@ class Tracked(str):
         begin, end, step = key.indices(len(self))
         if step == 1:
             return marked(text, _cut(self._runs, begin, end))
-        charge(len(text))  # a run a character takes memory
         return marked(text, [run for at in range(begin, end, step) for run in _cut(self._runs, at, at + 1)])
 
     def __iter__(self) -> Iterator[str]:
@@ -347,7 +137,6 @@ class Tracked(str):
         return self._located(str.rsplit(self, sep, maxsplit), sep)
 
     def _located(self, parts: list[str], sep: str | None) -> list[str]:
-        charge_size(len(self), len(parts))
         located: list[str] = []
         at = 0
         for part in parts:
@@ -361,7 +150,6 @@ class Tracked(str):
         lines: list[str] = []
         at = 0
         wholes = str.splitlines(self, True)
-        charge_size(len(self), len(wholes))
         for whole, bare in zip(wholes, str.splitlines(self), strict=True):
             lines.append(self[at : at + len(whole if keepends else bare)])
             at += len(whole)
@@ -384,8 +172,6 @@ class Tracked(str):
 
     def replace(self, old: str, new: str, count: SupportsIndex = -1, /) -> str:
         """Do what `str` does."""
-        times = self.count(old) if count.__index__() < 0 else min(count.__index__(), self.count(old))
-        charge_size(len(self) + times * max(0, len(new) - len(old)))
         if not old:
             return str.replace(self, old, new, count)
         return join(between(new, self.split(old, count)))
@@ -404,8 +190,6 @@ class Tracked(str):
 
 def marked(text: str, runs: Sequence[Run] | None) -> Tracked:
     """Return a string with these marks; None marks all of it as the template's own."""
-    if len(text) > LONG:
-        charge_size(len(text))
     self = str.__new__(Tracked, text)
     self._runs = runs
     return self
@@ -426,7 +210,6 @@ def placed(text: str, first: int) -> Tracked:
 def join(pieces: Iterable[str]) -> Tracked:
     """Lay strings end to end."""
     parts = list(pieces)
-    charge_size(sum(map(len, parts)), len(parts))
     text = "".join(parts)
     runs: list[Run] = []
     own = 0
@@ -464,7 +247,6 @@ def generated(text: str) -> str:
 
 def widened(runs: Sequence[Run], widths: list[int]) -> list[Run]:
     """Return the runs of a text in which each character has become as many as its width."""
-    charge(len(widths) - widths.count(1))
     wide: list[Run] = []
     at = 0
     for size, first, step in runs:
@@ -539,7 +321,6 @@ class _Json:
     sort_keys: bool
 
     def pieces(self, value: object, depth: int) -> Iterator[str]:
-        charge_size(1)
         if isinstance(value, str):
             yield _escaped(value, json.dumps(value, ensure_ascii=self.ensure_ascii), self._width)
         elif isinstance(value, _SCALARS):
@@ -576,7 +357,6 @@ class _Json:
     def _line(self, depth: int) -> str:
         if self.indent is None:
             return ""
-        charge_size(self.indent * depth)
         return "\n" + " " * (self.indent * depth)
 
 
@@ -598,7 +378,6 @@ def text_of(value: object) -> Tracked:
 
 def _represented(value: object) -> Iterator[str]:
     """Yield the pieces of what `repr` writes."""
-    charge_size(1)
     if isinstance(value, str):
         text = repr(str.__str__(value))
         yield _escaped(value, text, lambda char: 2 if char == text[0] else len(repr(char)) - 2)

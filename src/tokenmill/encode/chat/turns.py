@@ -29,14 +29,13 @@ from tokenmill.encode.chat.conversation import (
     bare,
     mark_conversation,
 )
+from tokenmill.encode.chat.limits import MAX_CHARS
 from tokenmill.encode.chat.tracked import (
     GENERATION,
     UNKNOWN,
     Tracked,
     authored,
-    budget,
     runs_of,
-    too_much_memory,
 )
 from tokenmill.errors import ConfigError
 
@@ -659,19 +658,19 @@ def _names(
 
 
 def _run(template: Template, names: dict[str, Any]) -> str:
-    with budget():
-        try:
-            return template.render(names)
-        except (Refusal, ConfigError):
-            raise
-        except MemoryError as error:
-            raise too_much_memory() from error
-        except Exception as error:
-            # A template may fail in any way that Python can; here it costs the record, not the job.
-            text = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'").replace(
-                f"{Tracked.__module__}.Tracked", "str"
-            )
-            raise Refusal("template_error", f"the template fails with {text}") from error
+    try:
+        text = template.render(names)
+    except (Refusal, ConfigError, MemoryError):
+        raise
+    except Exception as error:
+        # A template may fail in any way that Python can; here it costs the record, not the job.
+        detail = f"{type(error).__name__}: {error}".replace("'Tracked'", "'str'").replace(
+            f"{Tracked.__module__}.Tracked", "str"
+        )
+        raise Refusal("template_error", f"the template fails with {detail}") from error
+    if len(text) > MAX_CHARS:
+        raise Refusal("too_large", f"the template makes {len(text):,} characters, more than {MAX_CHARS:,}")
+    return text
 
 
 def _now(where: str, options: Mapping[str, Any]) -> datetime:

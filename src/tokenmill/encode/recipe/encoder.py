@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -292,6 +292,7 @@ class _Batch:
     """The records of a batch while they are read: what they gave, and why some are refused."""
 
     size: int
+    places: Sequence[str]
     texts: dict[str, extract.PlainItems]
     """Source -> its plain texts."""
     conversations: dict[str, list[tuple[int, Conversation]]]
@@ -317,6 +318,18 @@ class _Batch:
     def kept_items(self, ragged: Ragged) -> Ragged:
         """Leave out the items of refused records."""
         return ragged.taken(np.flatnonzero(~np.isin(ragged.owners, list(self.refused))))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderFacts:
+    """Facts of an encoder for which its chat template renders a sample."""
+
+    identity: Mapping[str, Any]
+    """Everything that the arrays depend on, except the tokenizer."""
+    lacks_bos: bool
+    """Whether texts start with BOS and conversations do not."""
+    warnings: tuple[str, ...]
+    """Reasons why a model may not learn to end its turns."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -348,9 +361,10 @@ class RecordEncoder:
         """Whether texts start with BOS and conversations do not, as the chat template writes none."""
         return self.chat is not None and self.chat.lacks_bos
 
-    def spelled(self) -> tuple[str, ...]:
-        """Return the strings that end turns in the chat template but are ordinary text to the tokenizer."""
-        return () if self.chat is None else self.chat.spelled
+    def describe(self) -> EncoderFacts:
+        """Return facts for which the chat template renders a sample; call it in a worker, which limits renders."""
+        warnings = () if self.chat is None else self.chat.warnings
+        return EncoderFacts(identity=self.to_json(), lacks_bos=self.lacks_bos, warnings=warnings)
 
     def read(self, record: extract.Record) -> Reading:
         """Choose the variant of the recipe that reads a record."""
@@ -360,11 +374,15 @@ class RecordEncoder:
         except Refusal as refusal:
             return Reading(record=record, reader=refusal)
 
-    def encode(self, records: Sequence[extract.Record | Reading]) -> Records:
-        """Encode records, or what `read` made of them; those that cannot be are refused, each with its reason."""
+    def encode(self, records: Sequence[extract.Record | Reading], places: Sequence[str] = ()) -> Records:
+        """Encode records, or the results of `read`; records that cannot be encoded are rejected with a reason.
+
+        `places` names each record, for a template that exceeds a limit.
+        """
         names = list(token_arrays(self.recipe.kind))
         batch = _Batch(
             size=len(records),
+            places=places,
             texts={name: extract.PlainItems() for name in names},
             conversations={name: [] for name in (*names, ANSWERS)},
         )
@@ -567,7 +585,8 @@ class RecordEncoder:
         if self.chat is None or not pairs:
             return dict.fromkeys(batch.conversations, Ragged.empty())
         owners = np.array([owner for owner, _ in pairs], np.int64)
-        chats = self.chat.encode([conversation for _, conversation in pairs])
+        places = [batch.places[owner] for owner, _ in pairs] if batch.places else []
+        chats = self.chat.encode([conversation for _, conversation in pairs], places)
         for refused in chats.refused:
             batch.refuse([int(owners[refused.index])], refused.reason, refused.detail)
         for owner, names in zip(owners[chats.kept].tolist(), chats.notes, strict=True):
