@@ -1,4 +1,4 @@
-"""Train a small model with GRPO on stored groups: prompts with responses that were sampled and rewarded before.
+"""Train a small model with GRPO on stored groups: prompts with sampled responses and their rewards.
 
 python examples/grpo_groups.py [FOLDER]
 """
@@ -17,20 +17,20 @@ import tokenmill as tm
 from tokenmill.adapters.torch import Tensors, to_torch
 
 CLIP = 0.2
-"""How far the ratio of the policies may go from 1."""
+"""Largest distance of the ratio of the policies from 1."""
 
 
 def advantages(rewards: torch.Tensor, group_size: torch.Tensor) -> torch.Tensor:
-    """Return the reward of each response, less the mean of its group, by the deviation of the group; (B, G)."""
-    there = torch.arange(rewards.shape[1]) < group_size[:, None]
+    """Return the rewards minus the mean of the group, divided by its deviation; (B, G)."""
+    exists = torch.arange(rewards.shape[1]) < group_size[:, None]
     count = group_size[:, None].clamp(min=1)
-    centred = (rewards - (rewards * there).sum(1, keepdim=True) / count) * there
+    centred = (rewards - (rewards * exists).sum(1, keepdim=True) / count) * exists
     deviation = (centred.square().sum(1, keepdim=True) / count).sqrt()
     return centred / (deviation + 1e-4)
 
 
 def log_probs(model: torch.nn.Module, batch: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities of the tokens of all responses, and which of them are trained on; (B, G, T)."""
+    """Return the log-probabilities of all response tokens, and the mask of trained ones; (B, G, T)."""
     rows, group, length = batch["responses"].shape
     prompt_len, response_len = batch["prompt_len"], batch["response_len"]
     width = batch["prompts"].shape[1] + length
@@ -44,16 +44,16 @@ def log_probs(model: torch.nn.Module, batch: Tensors) -> tuple[torch.Tensor, tor
             attended[row, number, : start + int(response_len[row, number])] = 1
     logits = model(ids.flatten(0, 1), attention_mask=attended.flatten(0, 1), use_cache=False).logits
     logs = torch.log_softmax(logits[:, :-1].float(), dim=-1).gather(2, ids.flatten(0, 1)[:, 1:, None])[..., 0]
-    # The token at place p is predicted at p - 1; a response begins where its prompt ends.
+    # The token at position p is predicted at p - 1, and a response starts after its prompt.
     places = (prompt_len[:, None] - 1 + torch.arange(length)).clamp(max=width - 2)
     places = places[:, None].expand(rows, group, length).flatten(0, 1)
     return logs.gather(1, places).view(rows, group, length), batch["masks"]
 
 
 def grpo_loss(model: torch.nn.Module, batch: Tensors, old: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the loss: clipped ratios times advantages, the mean over the tokens of each response, then over these.
+    """Return the loss: clipped ratios times advantages, as the mean over tokens, then over responses.
 
-    `old` are the log-probabilities under the policy that sampled the responses; None: this one.
+    `old` are the log-probabilities of the policy that sampled the responses [default: this model].
     """
     logs, trained = log_probs(model, batch)
     ratio = (logs - (logs.detach() if old is None else old)).exp()

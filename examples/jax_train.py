@@ -1,4 +1,4 @@
-"""Train a bigram model in JAX on all devices there are; run it again, and it goes on from its state.
+"""Train a bigram model in JAX on all devices; run it again, and it resumes from its state.
 
 python examples/jax_train.py [FOLDER]
 XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/jax_train.py
@@ -33,7 +33,7 @@ tokenizer = "bytes"
 
 
 def loss_of(table: jax.Array, batch: Arrays) -> jax.Array:
-    """Return the mean loss over the labels of the global batch; -100 is no label."""
+    """Return the mean loss over the labels of the global batch; -100 marks tokens without a label."""
     labels = batch["labels"]
     scores = jnp.take_along_axis(jax.nn.log_softmax(table[batch["input_ids"]]), labels.clip(0)[..., None], -1)
     return -(scores[..., 0] * (labels >= 0)).sum() / (labels >= 0).sum()

@@ -1,4 +1,4 @@
-"""Train a small GPT with Lightning; run it again, and it goes on from its last checkpoint.
+"""Train a small GPT with Lightning; run it again, and it resumes from its last checkpoint.
 
 python examples/lightning_gpt.py [FOLDER]
 """
@@ -31,7 +31,7 @@ tokenizer = "{TOKENIZER_DIR}"
 
 
 class GPT(lightning.LightningModule):
-    """A small GPT; our labels are those of the next token, so nothing is shifted here."""
+    """A small GPT. Labels are already the next tokens, so the loss does not shift them."""
 
     def __init__(self) -> None:
         super().__init__()

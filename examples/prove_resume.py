@@ -1,9 +1,10 @@
-"""Prove that a training that is killed and goes on with other ranks is the one that was never interrupted.
+"""Show that a training that is killed and resumed on other ranks is the training that was never interrupted.
 
 python examples/prove_resume.py --out proof --picture docs/pictures/train-tiny.svg
 
-One process trains without a break. Then 2 ranks train until they are killed with kill -9 at a random step, 4 ranks
-with another micro-batch go on until they are killed too, and one process ends what they began.
+One process trains without a break. Then 2 ranks train until they are killed with kill -9 at a random step. 4 ranks
+with another micro-batch resume until they are killed too, and one process finishes. Every rank runs the loop of
+`train_tiny.py`, in float64, and reports the digest of every global batch.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import os
 import random
 import re
 import secrets
-import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil, floor, log10
@@ -31,51 +32,52 @@ from tokenmill.view.picture import COLOURS, number, text_of, ticks, width_of
 
 EXAMPLES = Path(__file__).resolve().parent
 TOLERANCE = 1e-10
-"""Most that losses may differ by. The same batch, cut in another way, is summed in another order: in float64 that
-makes about 1e-15, which few hundred steps hardly raise. Other rows change a loss by 1e-4 to 1e-1."""
+"""Largest difference of two losses. Ranks and micro-batches change the order of sums, which in float64 changes a
+loss by about 1e-15. Other rows change it by 1e-4 to 1e-1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """What a training says of one of its steps."""
+    """Stage, loss and digest of the global batch of a trained step."""
 
     step: int
     stage: str
     loss: float
     digest: str
-    """Of the global batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leg:
-    """A training from its start or last checkpoint to its end, by nature or by kill."""
+    """A training from its start or last checkpoint to its end or kill."""
 
-    start: int
-    pids: tuple[int, ...]
-    """Of the ranks, in order."""
+    ranks: int
     micro_batch: int
     steps: tuple[Step, ...] = ()
 
     @property
+    def start(self) -> int:
+        """First step that was trained."""
+        return self.steps[0].step
+
+    @property
     def end(self) -> int:
-        """The step that was not ended any more."""
+        """First step that was not finished."""
         return self.start + len(self.steps)
 
     @property
     def name(self) -> str:
-        """What ran, for people."""
-        ranks = f"{len(self.pids)} rank{'s' if len(self.pids) > 1 else ''}"
-        return f"{ranks}, micro-batch {self.micro_batch}"
+        """Ranks and micro-batch, for people."""
+        return f"{self.ranks} rank{'s' if self.ranks > 1 else ''}, micro-batch {self.micro_batch}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """Two trainings that were found to be one."""
+    """A straight training, and the legs of one that was killed."""
 
     straight: Leg
     legs: tuple[Leg, ...]
     other: Leg | None
-    """A training on the same mixture in another order: how far apart losses are where the data is not the same."""
+    """Training on the same mixture in another order, to compare the differences with."""
 
     @property
     def difference(self) -> float:
@@ -89,24 +91,67 @@ def errors(leg: Leg, straight: Leg) -> Iterator[tuple[int, float]]:
         yield step.step, abs(step.loss - straight.steps[step.step].loss)
 
 
+_LOSS = re.compile(r"step (\d+) of stage (.+): loss (\S+)")
+
+
 def read_log(file: Path) -> list[Leg]:
-    """Read what trainings have written to a log; a line that is being written is left for later."""
+    """Read the output of trainings: ranks, then digest and loss of each step. An unfinished line is skipped."""
     legs: list[Leg] = []
+    digest = ""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     for line in text[: text.rfind("\n") + 1].splitlines():
-        facts = json.loads(line)
-        if "start" in facts:
-            legs.append(Leg(**{**facts, "pids": tuple(facts["pids"])}))
+        if line.startswith("digest "):
+            digest = line.split()[1]
+        elif trained := _LOSS.fullmatch(line):
+            step = Step(step=int(trained[1]), stage=trained[2], loss=float(trained[3]), digest=digest)
+            legs[-1] = replace(legs[-1], steps=(*legs[-1].steps, step))
         else:
-            legs[-1] = replace(legs[-1], steps=(*legs[-1].steps, Step(**facts)))
+            legs.append(Leg(**json.loads(line)))
     return legs
 
 
-# What is run.
+# One rank of a training.
+
+
+def train_rank(run: tm.Run, out: Path, *, micro_batch: int, save_every: int) -> None:
+    """Train as `train_tiny.py` does, and report digests; rank and world size are in the environment."""
+    import torch
+    import torch.distributed as dist
+    import train_tiny
+
+    from tokenmill.torch import TorchLoader, torch_loader
+
+    class Reported(TorchLoader):
+        """A loader that prints the digest of each global batch, of the rows of all ranks, on rank 0."""
+
+        def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+            step, rows = self.step, bytearray()
+            for batch in super().__iter__():
+                for digest in row_digests({name: batch[name].numpy() for name in DIGEST_ARRAYS}):
+                    rows += digest
+                if self.step > step:
+                    parts = [torch.empty(len(rows), dtype=torch.uint8) for _ in range(dist.get_world_size())]
+                    dist.all_gather(parts, torch.frombuffer(rows, dtype=torch.uint8))
+                    digests = torch.cat(parts).view(-1, 8)
+                    if dist.get_rank() == 0:
+                        print("digest", batch_digest(row.tobytes() for row in digests.numpy()), flush=True)
+                    step, rows = self.step, bytearray()
+                yield batch
+
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = train_tiny.TinyGPT(vocab_size=259, max_len=max(stage.spec.seq_len for stage in run.plan().stages))
+    loader = Reported(torch_loader(run, micro_batch=micro_batch, arrays=train_tiny.ARRAYS).loader)
+    train_tiny.train(run, loader, model, out / "checkpoint.pt", save_every)
+    dist.destroy_process_group()
+
+
+# All trainings.
 
 
 def lay_out(folder: Path, config: Path) -> Path:
-    """Write a config into a folder, with paths that hold from there, prepare its texts, and return its file."""
+    """Copy a config to a folder, with absolute paths, prepare its texts, and return the copy."""
     text = re.sub(
         r'(?m)^(documents = \[|store = )"([^"]+)"',
         lambda found: found[1] + json.dumps(str((config.parent / found[2]).resolve())),
@@ -121,111 +166,123 @@ def lay_out(folder: Path, config: Path) -> Path:
 @contextmanager
 def training(
     run: Path, out: Path, *, ranks: int, micro_batch: int, save_every: int
-) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a training and see to its end."""
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--standalone"] if ranks > 1 else []
-    options = ["--out", out, "--micro-batch", micro_batch, "--save-every", save_every, "--dtype", "float64"]
-    command = [sys.executable, *launcher, EXAMPLES / "train_tiny.py", run, *options]
-    # One thread a rank, so that only the way a batch is cut changes the order of sums.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Start the ranks of a training, and end those that are left at the end."""
     out.mkdir(parents=True, exist_ok=True)
-    with (out / "messages.txt").open("ab") as messages:
-        process = subprocess.Popen(
-            [str(word) for word in command], stdout=messages, stderr=messages, env=environment
-        )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    options = ["--train", "--run", run, "--out", out, "--micro-batch", micro_batch, "--save-every", save_every]
+    command = [sys.executable, Path(__file__).resolve(), *options]
+    # One thread per rank, so that only ranks and micro-batches change the order of sums.
+    shared = {
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+    }
+    with (out / "log.txt").open("ab") as log, (out / "messages.txt").open("ab") as messages:
+        log.write(json.dumps({"ranks": ranks, "micro_batch": micro_batch}).encode() + b"\n")
+        log.flush()
+        processes = [
+            subprocess.Popen(
+                [str(word) for word in command],
+                stdout=log,
+                stderr=messages,
+                env={**os.environ, **shared, "RANK": str(rank)},
+            )
+            for rank in range(ranks)
+        ]
     try:
-        yield process
+        yield processes
     finally:
-        process.terminate()  # torchrun ends its ranks then
-        process.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
-def finish(process: subprocess.Popen[bytes], out: Path) -> None:
-    """Wait for the end of a training, which must be a good one."""
-    if process.wait() != 0:
-        raise tm.TokenmillError(
-            f"{out}: a training must end with exit code 0, got {process.returncode}; read {out / 'messages.txt'}"
-        )
+def finish(processes: Sequence[subprocess.Popen[bytes]], out: Path) -> None:
+    """Wait for the end of all ranks, without an error."""
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise tm.TokenmillError(f"{out}: training failed with exit codes {codes}; read {out / 'messages.txt'}")
 
 
-def kill_at(process: subprocess.Popen[bytes], out: Path, *, step: int, leg: int, delay: float) -> None:
-    """Wait until a step of a leg is logged and `delay` seconds more, then kill -9 torchrun and all its ranks."""
+def kill_at(processes: Sequence[subprocess.Popen[bytes]], out: Path, *, step: int, leg: int, delay: float) -> None:
+    """Wait until a step of a leg is logged and `delay` seconds more, then kill -9 all ranks."""
     while True:
-        legs = read_log(out / "log.jsonl")
+        legs = read_log(out / "log.txt")
         if len(legs) > leg and legs[leg].steps and legs[leg].steps[-1].step >= step:
             break
-        if process.poll() is not None:
+        codes = [process.poll() for process in processes]
+        if any(code is not None for code in codes):
             raise tm.TokenmillError(
-                f"{out}: a training must live until it is killed, got exit code {process.returncode} before "
-                f"step {step}; read {out / 'messages.txt'}"
+                f"{out}: training ended with exit codes {codes} before step {step}; read {out / 'messages.txt'}"
             )
         time.sleep(0.002)
     time.sleep(delay)
-    # torchrun first, or it would end the ranks in its own way; not alone, or they would train on without it.
-    process.kill()
-    for pid in legs[leg].pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    process.wait()
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
 
 
 def run_all(run: Path, folder: Path, *, ranks: Sequence[int], save_every: int, seed: int) -> None:
-    """Run the straight training, then the one that is killed once for each of `ranks`."""
+    """Run the straight training, then the one that is killed once per entry of `ranks`."""
     span = tm.Run.from_toml(run).plan().steps // (len(ranks) + 1)
     if not save_every < span:
         raise tm.ConfigError(
             f"--save-every: must be below the {span} steps of one of {len(ranks) + 1} legs, got {save_every}; "
             "lower it"
         )
-    with training(run, folder / "straight", ranks=1, micro_batch=8, save_every=save_every) as process:
-        finish(process, folder / "straight")
+    with training(run, folder / "straight", ranks=1, micro_batch=8, save_every=save_every) as processes:
+        finish(processes, folder / "straight")
     chance = random.Random(seed)
     out = folder / "killed"
-    # None in the last part of the steps: far enough from the end to be killed in time.
+    # No kill in the last part of the steps: the end could come first.
     kills = [chance.randrange(max(save_every, leg * span + 1), (leg + 1) * span) for leg in range(len(ranks))]
     for leg, (count, step) in enumerate(zip(ranks, kills, strict=True)):
-        with training(run, out, ranks=count, micro_batch=8 // count, save_every=save_every) as process:
-            kill_at(process, out, step=step, leg=leg, delay=chance.random() / 20)
-    with training(run, out, ranks=1, micro_batch=1, save_every=save_every) as process:
-        finish(process, out)
+        with training(run, out, ranks=count, micro_batch=8 // count, save_every=save_every) as processes:
+            kill_at(processes, out, step=step, leg=leg, delay=chance.random() / 20)
+    with training(run, out, ranks=1, micro_batch=1, save_every=save_every) as processes:
+        finish(processes, out)
 
 
 def run_other_order(run: Path, folder: Path, *, save_every: int) -> Leg:
     """Train on the same mixture with the rows in another order."""
     config, changed = re.subn(r"(?m)^seed = (\d+)$", r"seed = 1\1", run.read_text(encoding="utf-8"))
     if not changed:
-        raise tm.ConfigError(f"{run}: must say a seed for another order to have another, got none; add seed = 1")
+        raise tm.ConfigError(f"{run}: run.seed is missing, so there is no other order; add seed = 1")
     other = run.with_name("other.toml")
     other.write_text(config, encoding="utf-8")
-    with training(other, folder / "other", ranks=1, micro_batch=8, save_every=save_every) as process:
-        finish(process, folder / "other")
-    return read_log(folder / "other" / "log.jsonl")[0]
+    with training(other, folder / "other", ranks=1, micro_batch=8, save_every=save_every) as processes:
+        finish(processes, folder / "other")
+    return read_log(folder / "other" / "log.txt")[0]
 
 
-# What is compared.
+# Comparison.
 
 
 def planned_digests(run: Path) -> list[str]:
-    """Return the digests of all global batches as the plan has them; nothing is trained."""
+    """Return the digests of all global batches, computed from the plan without training."""
     loader = tm.Run.from_toml(run).loader(arrays=DIGEST_ARRAYS)
     return [batch_digest(row_digests(loader[step])) for step in range(loader.plan.steps)]
 
 
 def check(proof: Proof, planned: Sequence[str]) -> None:
-    """Refuse trainings that differ: in a batch, in a loss, or in which steps were trained."""
+    """Raise an error if two trainings differ in a batch, a loss or the steps."""
     for leg in (proof.straight, *proof.legs):
         for wanted, step in enumerate(leg.steps, leg.start):
             want, got = f"batch {planned[wanted]} in step {wanted}", f"batch {step.digest} in step {step.step}"
-            _require(want == got, f"{leg.name}: must train on {want}, got {got}")
+            _require(want == got, f"{leg.name}: expected {want}, got {got}")
         for at, error in errors(leg, proof.straight):
-            same = f"{leg.name}: loss of step {at} must be that of the straight training to {TOLERANCE:g}"
-            _require(error <= TOLERANCE, f"{same}, got a difference of {error:g}")
+            problem = f"{leg.name}: loss of step {at} differs by {error:g} from that of the straight training"
+            _require(error <= TOLERANCE, f"{problem}, more than {TOLERANCE:g}")
     reached = 0
     for leg in proof.legs:
-        _require(leg.start <= reached, f"{leg.name}: must miss no step, got {reached}:{leg.start} missed")
+        _require(leg.start <= reached, f"{leg.name}: steps {reached}:{leg.start} are missing")
         reached = leg.end
     for end in (proof.straight.end, reached):
-        _require(end == len(planned), f"trainings: must end with step {len(planned)}, got {end}")
+        _require(end == len(planned), f"trainings: expected the end at step {len(planned)}, got {end}")
 
 
 def _require(holds: bool, problem: str) -> None:
@@ -234,19 +291,19 @@ def _require(holds: bool, problem: str) -> None:
 
 
 def summary(proof: Proof, seed: int) -> str:
-    """Say in a few lines what was proved."""
+    """Describe the trainings and their differences in a few lines."""
     lines = [f"{leg.name}: steps {leg.start}:{leg.end}" for leg in (proof.straight, *proof.legs)]
     lines[1:-1] = [f"{line}, then kill -9" for line in lines[1:-1]]
     repeated = sum(len(leg.steps) for leg in proof.legs) - len(proof.straight.steps)
-    lines.append(f"kills of seed {seed} cost {repeated} steps, which were trained twice on the same batches")
+    lines.append(f"kills of seed {seed}: {repeated} steps were trained twice, on the same batches")
     lines.append(f"all digests equal, losses differ by at most {proof.difference:.2g} of {TOLERANCE:g} allowed")
     if proof.other is not None:
         apart = sorted(error for _, error in errors(proof.other, proof.straight))
-        lines.append(f"another order of the same data: losses differ by {apart[len(apart) // 2]:.2g} in the median")
+        lines.append(f"another order of the data: losses differ by {apart[len(apart) // 2]:.2g} in the median")
     return "\n".join(lines) + "\n"
 
 
-# What is shown.
+# Picture.
 
 WIDTH, HEIGHT, LEFT, RIGHT = 1000, 596, 60, 976
 LOSS_TOP, LOSS_BOTTOM, ERROR_TOP, ERROR_BOTTOM = 62, 342, 392, 522
@@ -265,35 +322,35 @@ STYLE = """
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axes:
-    """Where steps, losses and differences lie on the picture."""
+    """Scales of steps, losses and differences."""
 
     steps: int
     least: float
     most: float
 
     def x(self, step: float) -> float:
-        """Return how far to the right a step is."""
+        """Return x of a step."""
         return LEFT + (RIGHT - LEFT) * step / self.steps
 
     def loss(self, value: float) -> float:
-        """Return how far down a loss is."""
+        """Return y of a loss."""
         return LOSS_BOTTOM - (LOSS_BOTTOM - LOSS_TOP) * (value - self.least) / (self.most - self.least)
 
     def error(self, value: float) -> float:
-        """Return how far down a difference is, on a scale of powers of ten."""
+        """Return y of a difference, on a scale of powers of ten."""
         power = max(FLOOR, log10(value)) if value else FLOOR
         return ERROR_BOTTOM - (ERROR_BOTTOM - ERROR_TOP) * (power - FLOOR) / (1 - FLOOR)
 
     def curve(self, leg: Leg) -> str:
-        """Return the losses of a leg as the points of a line; a step stands at its middle."""
+        """Return the losses of a leg as the points of a line, each at the middle of its step."""
         return " ".join(f"{number(self.x(s.step + 0.5))},{number(self.loss(s.loss))}" for s in leg.steps)
 
 
 def picture(proof: Proof) -> str:
-    """Draw the losses of all legs over those of the straight training, and how far they are apart."""
+    """Draw the losses of all legs over those of the straight training, and the differences."""
     losses = [step.loss for step in proof.straight.steps]
     axes = Axes(steps=len(losses), least=floor(min(losses)), most=ceil(max(losses)))
-    title = f"Killed twice, gone on with other ranks: the same {axes.steps} batches, the same losses"
+    title = f"Killed twice and resumed on other ranks: the same {axes.steps} batches, the same losses"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" class="tt" role="img">',
         f"<title>{text_of(title)}</title><style>{STYLE}</style>",
@@ -312,7 +369,7 @@ def picture(proof: Proof) -> str:
 
 
 def curves(proof: Proof) -> Iterator[tuple[str, Leg, str, str | None]]:
-    """Yield name, leg, and the looks of the line and of its differences, of all that is drawn."""
+    """Yield name, leg, and the style of the line and of the differences of every curve."""
     yield f"no kill: {proof.straight.name}", proof.straight, 'class="tt-straight"', None
     if proof.other is not None:
         yield "another order", proof.other, 'class="tt-other"', 'class="tt-dot"'
@@ -351,7 +408,7 @@ def draw_scales(axes: Axes) -> Iterator[str]:
 
 
 def draw_stages(axes: Axes, straight: Leg) -> Iterator[str]:
-    """Draw where stages begin, and their names."""
+    """Draw the stages: their names and borders."""
     names = [step.stage for step in straight.steps]
     begins = [i for i, name in enumerate(names) if i == 0 or name != names[i - 1]]
     for begin, end in pairwise([*begins, axes.steps]):
@@ -361,39 +418,45 @@ def draw_stages(axes: Axes, straight: Leg) -> Iterator[str]:
 
 
 def draw_errors(axes: Axes, leg: Leg, proof: Proof, paint: str | None) -> Iterator[str]:
-    """Draw a dot for every step: how far its loss is from that of the straight training, which has none itself."""
+    """Draw the difference to the straight training as a dot for every step."""
     for step, error in errors(leg, proof.straight) if paint else ():
         yield f'<circle cx="{number(axes.x(step + 0.5))}" cy="{number(axes.error(error))}" r="1.8" {paint}/>'
 
 
 def draw_kills(axes: Axes, legs: Sequence[Leg]) -> Iterator[str]:
-    """Draw where each leg but the last was killed, and from where the next went on."""
+    """Draw the kill of each leg but the last, and the step at which the next one resumed."""
     for leg, after in pairwise(legs):
         x = axes.x(leg.end)
         yield line((x, x), (LOSS_TOP, LOSS_BOTTOM), "tt-cut")
         side, anchor = (6, "start") if x < RIGHT - 140 else (-6, "end")
         yield label(x + side, LOSS_TOP + 14, f"kill -9 in step {leg.end},", "tt-ink", anchor)
-        yield label(x + side, LOSS_TOP + 28, f"goes on at step {after.start}", "tt-ink", anchor)
+        yield label(x + side, LOSS_TOP + 28, f"resumed at step {after.start}", "tt-ink", anchor)
 
 
 def main() -> None:
-    """Run all, compare, and say what was found."""
+    """Run all trainings, compare them, and print a summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to work in; must be new")
+    parser.add_argument("--out", type=Path, required=True, help="new folder to work in")
     parser.add_argument("--run", type=Path, default=EXAMPLES / "train_tiny.toml", help="config of the training")
     parser.add_argument("--save-every", type=int, default=10, help="steps from one checkpoint to the next")
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2, 4], help="of each training that is killed; divide 8"
+        "--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks of the killed legs; divisors of 8"
     )
-    parser.add_argument("--seed", type=int, help="of the steps at which is killed; default: by chance")
+    parser.add_argument("--seed", type=int, help="seed of the steps to kill at [default: random]")
     parser.add_argument("--picture", type=Path, help="SVG file to draw; also trains on another order of the data")
+    parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)  # this process is one rank
+    parser.add_argument("--micro-batch", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.train:
+        rows = options.micro_batch
+        train_rank(tm.Run.from_toml(options.run), options.out, micro_batch=rows, save_every=options.save_every)
+        return
     options.out.mkdir(parents=True)
     seed = secrets.randbelow(1000) if options.seed is None else options.seed
     run = lay_out(options.out, options.run)
     run_all(run, options.out, ranks=options.ranks, save_every=options.save_every, seed=seed)
     other = run_other_order(run, options.out, save_every=options.save_every) if options.picture else None
-    (straight,), legs = (read_log(options.out / name / "log.jsonl") for name in ("straight", "killed"))
+    (straight,), legs = (read_log(options.out / name / "log.txt") for name in ("straight", "killed"))
     proof = Proof(straight=straight, legs=tuple(legs), other=other)
     check(proof, planned_digests(run))
     sys.stdout.write(summary(proof, seed))

@@ -1,4 +1,4 @@
-"""Train a small Llama with the Trainer of transformers; run it again, on any number of ranks, and it goes on.
+"""Train a small Llama with the Hugging Face Trainer; run it again, on any number of ranks, and it resumes.
 
 python examples/transformers_trainer.py [FOLDER]
 torchrun --standalone --nproc-per-node 2 examples/transformers_trainer.py FOLDER
@@ -31,7 +31,7 @@ tokenizer = "{TOKENIZER_DIR}"
 
 
 def main(folder: Path) -> None:
-    """Train, or go on with training, in a folder."""
+    """Train, or resume, in a folder."""
     file = folder / "run.toml"
     file.write_text(RUN, encoding="utf-8")
     model = transformers.LlamaForCausalLM(

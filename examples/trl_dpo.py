@@ -1,4 +1,4 @@
-"""Align a small model with TRL's DPO on pairs of answers, prepared once and drawn by a plan.
+"""Align a small model with TRL's DPOTrainer on pairs of answers from a store.
 
 python examples/trl_dpo.py [FOLDER]
 """

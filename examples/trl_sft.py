@@ -1,4 +1,4 @@
-"""Fine-tune a small model with TRL on packed question-and-answer pairs, of which only the answers are trained on.
+"""Fine-tune a small model with TRL on packed pairs of question and answer; only answers have labels.
 
 python examples/trl_sft.py [FOLDER]
 """

@@ -1,4 +1,4 @@
-"""The examples for frameworks run as they stand, from anywhere, with a folder and nothing else."""
+"""The examples for frameworks run unchanged, from any directory, with nothing but a folder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,25 @@ def state_of_jax(folder):
     return json.loads((folder / "state.json").read_text())
 
 
+def state_of_loop(folder):
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+def state_of_kempnerforge(folder):
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)["loader"]
+    return {"step": state["batches"] // 2}  # batches per step
+
+
+def state_of_torchtitan(folder):
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)["dataloader"]
+    return json.loads(state["dataloader_state"])
+
+
 FILES = {
+    "nanochat_base.py": state_of_loop,
+    "astrai_sft.py": state_of_loop,
+    "kempnerforge_phases.py": state_of_kempnerforge,
+    "torchtitan_stages.py": state_of_torchtitan,
     "transformers_trainer.py": state_of_trainer,
     "trl_sft.py": state_of_trainer,
     "trl_dpo.py": state_of_trainer,
@@ -40,7 +58,7 @@ FILES = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_an_example_is_short(name):
-    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) <= 60
+    assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) <= 70
 
 
 @pytest.fixture
@@ -53,12 +71,12 @@ def here(tmp_path, monkeypatch):
     torch.set_num_threads(before)
 
 
-# What Lightning says of itself and of a first run.
+# Warnings of Lightning about itself and about a first run.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 @pytest.mark.filterwarnings("ignore:.*no last checkpoint available.*")
 @pytest.mark.filterwarnings("ignore:.*smaller than the logging interval.*")
 @pytest.mark.parametrize("name", FILES)
-def test_an_example_trains_all_steps_and_saves_where_the_data_stands(name, here, monkeypatch):
+def test_an_example_trains_all_steps_and_saves_the_position_of_the_data(name, here, monkeypatch):
     folder = here / "made"
     folder.mkdir()
     monkeypatch.setattr(sys, "argv", [name, str(folder)])
@@ -81,3 +99,25 @@ def test_an_example_runs_as_a_program_and_again_on_what_it_has_saved(name, tmp_p
         )
         assert done.returncode == 0, done.stderr[-5000:]
         assert FILES[name](tmp_path)["step"] == STEPS
+
+
+@pytest.mark.slow
+def test_the_fsdp_example_resumes_on_another_number_of_ranks(tmp_path):
+    lines = []
+    for ranks in (2, 1):
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        done = subprocess.run(
+            [sys.executable, *command, str(EXAMPLES / "fsdp_gpt.py"), str(tmp_path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-5000:]
+        lines += done.stdout.splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        *(f"step {step} on 2 ranks" for step in range(5)),
+        *(f"step {step} on 1 ranks" for step in range(5, 10)),
+    ]
+    losses = [float(line.rsplit(" ", 1)[1]) for line in lines]
+    assert losses == sorted(losses, reverse=True)

@@ -60,6 +60,12 @@ def train_tiny() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
+def speedrun(train_tiny) -> ModuleType:
+    sys.modules["train_tiny"] = train_tiny  # as if both were in the folder of the script
+    return load("speedrun")
+
+
+@pytest.fixture(scope="session")
 def prove_resume() -> ModuleType:
     return load("prove_resume")
 
