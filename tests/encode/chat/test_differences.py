@@ -71,3 +71,31 @@ def test_a_null_beside_calls_is_not_written_as_a_word():
 def test_a_null_among_arguments_stays_what_the_template_makes_of_it():
     messages = [USER, answer(None, tool_calls=calls({"town": None})), result(0), ANSWER]
     assert "town:None" in trained("gemma4", messages, tools=TOOLS)[0]
+
+
+def test_an_empty_answer_in_the_middle_is_trained_with_its_end():
+    """gpt-oss ends the last turn with another token than earlier ones (N3)."""
+    empty = "<|channel|>final<|message|>"
+    assert trained("gptoss", [USER, answer(""), USER, ANSWER]) == [
+        f"{empty}<|end|>",
+        f"{empty}ANSWER.<|return|>",
+    ]
+    assert trained("gptoss", [USER, answer("")]) == [f"{empty}<|return|>"]
+
+
+@pytest.mark.parametrize(
+    ("name", "turn"),
+    [
+        ("qwen3", "<think>\nWHY\n</think>\n\n<|im_end|>"),
+        ("qwen3_5_think", "<think>\nWHY\n</think>\n\n<|im_end|>"),
+        ("nemotron_3_nano", "<think>\nWHY\n</think><|im_end|>"),
+        ("glm4moe", "\n<think>WHY</think>"),
+        (
+            "gptoss",
+            "<|channel|>analysis<|message|>WHY<|end|><|start|>assistant<|channel|>final<|message|><|return|>",
+        ),
+    ],
+)
+def test_an_answer_of_reasoning_alone_is_trained_up_to_its_end(name, turn):
+    """It was rejected, because earlier turns are written without their reasoning (N4)."""
+    assert trained(name, [USER, answer("", reasoning_content="WHY")]) == [turn]

@@ -54,6 +54,9 @@ _OPENED = (
 )
 _REASONING_AT_END = re.compile(_OPENED + r"\Z")
 _REASONING_AT_START = re.compile(_OPENED)
+_REASONING_CLOSED = re.compile(
+    r"\s*(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)\s*"
+)
 MARKUP = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Za-z_]{1,32}\]")
 """What control strings look like."""
 _ENDS_OF_TURN = (
@@ -284,22 +287,7 @@ class Renderer:
         if more is not None and (ended is None or not more.startswith(ended)):
             prompt = self.generation_prompt(index)
             tails += [more.removesuffix(prompt)] if prompt and more.endswith(prompt) else []
-        if ended is None and more is None and after is not None:
-            return self._closings_of_next(index)
         return tuple(tails)
-
-    def _closings_of_next(self, index: int) -> tuple[str, ...]:
-        """Return what ends the next turn of the same role, for a message that no conversation may end with.
-
-        A template may refuse a conversation without a user. All turns of a role end alike.
-        """
-        roles = self.conversation.roles
-        further = next((at for at in range(index + 1, len(roles)) if roles[at] == roles[index]), None)
-        trace = self.trace(len(roles), False)
-        own = None if further is None else trace.own_range(further)
-        if further is None or own is None:
-            return ()
-        return self.closings(further, trace.origin_at(own[1] - 1))
 
     def _proven(self, tail: str, index: int, after: int | None) -> list[str]:
         """Return the part of a tail that ends the turn; nothing where that cannot be told.
@@ -311,11 +299,15 @@ class Renderer:
         further, between = self._followed(index, after)
         if between is None:
             return [tail] if not self._without_ends(tail) else []
-        # A template may write empty reasoning into an empty last turn, and leave it out of earlier ones.
-        thought = _REASONING_AT_START.match(tail) if after is None else None
-        if thought and not between.startswith(thought.group()):
-            bare_ends = self._proven(tail[thought.end() :], index, after)
-            return [*(thought.group() + end for end in bare_ends), *bare_ends]
+        # A template may close reasoning, or write an empty one, in a last turn, and leave it out of earlier turns.
+        thought = self._thought_at_start(tail, is_empty=after is None)
+        if thought and not between.startswith(thought):
+            bare_ends = self._proven(tail[len(thought) :], index, after)
+            return [*(thought + end for end in bare_ends), *(bare_ends if after is None else ())]
+        return self._ends_before(tail, between, further)
+
+    def _ends_before(self, tail: str, between: str, further: Message) -> list[str]:
+        """Return the ends of turn that a tail, and the text between the message and one more, have in common."""
         shared = _shared(tail, between)
         if not tail[:shared].strip() and not self._without_ends(tail):
             return [tail]
@@ -325,11 +317,24 @@ class Renderer:
         # What opens a conversation may hold an end of turn too: that of a system prompt which the template adds.
         size += max((len(end) for end in self._ends if between.startswith(end, size)), default=0)
         closing, is_empty = between[:size], not self._without_ends(tail[shared:])
+        rests = tail[shared:], closing[shared:]
+        if is_empty and all(map(str.strip, rests)) and not self._without_ends(rests[1]):
+            return [tail, closing]
         if is_empty and (closing.strip() or header == between):
             return [tail[: min(shared, size)]]
         if is_empty:
             return [tail[:shared]]
         return [closing] if header and closing.strip() and tail.startswith(closing) else []
+
+    def _thought_at_start(self, tail: str, is_empty: bool) -> str:
+        """Return the part of a tail that closes reasoning, or is an empty one in a turn without any text."""
+        match = (_REASONING_AT_START if is_empty else _REASONING_CLOSED).match(tail)
+        if match or is_empty:
+            return match.group() if match else ""
+        # A template may write its header again between the reasoning and the text of a turn.
+        header = _REASONING_AT_END.sub("", self.generation_prompt(0) or "")
+        again = (end + header for end in self._ends if header.strip() and tail.startswith(end + header))
+        return next(again, "")
 
     def _followed(self, index: int, after: int | None) -> tuple[Message, str | None]:
         """Return a message that may follow another, and what the template writes between the two."""
