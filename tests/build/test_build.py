@@ -236,7 +236,9 @@ def test_a_file_that_is_written_to_stops_a_build_that_skips(tmp_path):
 def test_rows_that_a_quote_takes_along_are_counted(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("text\none\n" + '"open\n' + "lost\n" * 99)
-    with pytest.raises(DocumentError, match=r"a\.csv row 2: a row must be well-formed CSV, got the quoted cell that"):
+    with pytest.raises(
+        DocumentError, match=r"a\.csv row 2: a row must be well-formed CSV, got the quoted cell that"
+    ):
         build(path, tmp_path / "stopped")
     report = build(path, tmp_path / "out", on_error="skip")
     assert (report.documents, report.skipped) == (1, {"csv": 100})

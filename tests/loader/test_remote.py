@@ -17,7 +17,7 @@ from tokenmill.errors import StoreCorruptError, StoreUnreachableError
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter
 from tokenmill.store.remote.client import Client, parse_address
-from tokenmill.store.remote.fetch import Network, read_counters
+from tokenmill.store.remote.fetch import Network
 from tokenmill.store.remote.upload import upload
 from tokenmill.types import RemoteOptions
 
@@ -220,7 +220,7 @@ def test_requests_are_counted_and_told(make_both, object_server):
     counted = loader.network.counters
     assert counted.requests == faults.requests
     assert counted.bytes > faults.bytes
-    assert loader.network.held == 0
+    assert loader.network._held == 0
     assert loader.waited > 0
 
 
@@ -277,19 +277,6 @@ def test_a_row_index_that_was_built_beside_a_store_is_fetched(make_store, tmp_pa
     assert digests(Run(config=parse_config(table), folder=tmp_path))[0] == expected
 
 
-def test_others_can_look_at_the_counters_of_a_run_that_trains(make_both, tmp_path, monkeypatch):
-    _, away = make_both(remote=f'mirror = "{tmp_path}/mirror"')
-    away.loader()[0]  # looks at a step and does not train
-    assert read_counters(away.network.folder) == []
-    monkeypatch.setattr("tokenmill.store.remote.fetch.NOTE_SECONDS", 0.0)
-    _, loader = digests(away)
-    (noted,) = read_counters(tmp_path / "mirror")
-    assert noted.stores == tuple(store.where for store in (away.stores["books"], away.stores["web"]))
-    assert noted.counters == loader.network.counters
-    assert noted.process == os.getpid()
-    assert noted.is_running
-
-
 def test_a_first_batch_waits_for_three_round_trips_whatever_the_stores(make_both, object_server, tmp_path):
     """Manifests and what page sums there are; offsets and page sums; ranges."""
     faults = Faults(latency=0.3)
@@ -305,7 +292,7 @@ def test_never_more_than_the_horizon_is_held(make_both):
     loader = away.loader(micro_batch=4)
     most = 0
     for _ in loader:
-        most = max(most, loader.network.held)
+        most = max(most, loader.network._held)
     assert horizon // 2 < most <= horizon + horizon // 4  # and a block that was waited for
 
 

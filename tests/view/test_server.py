@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
+import shutil
 from html.parser import HTMLParser
 
 import msgspec
 import pytest
 
 import tokenmill as tm
-from tokenmill.build.progress import build_status
+from tokenmill.build.status import build_status
 from tokenmill.inspect.examples import inspect_document
 from tokenmill.inspect.steps import ROW_ARRAYS, deal_step, inspect_packing, inspect_step, inspect_strip
 from tokenmill.inspect.stores import tokenizer_of
+from tokenmill.view.views import Opened
 
 VIEWS = ["step", "strip", "arrays", "timeline", "packing", "store", "document", "diff?with=other.toml"]
 
@@ -260,43 +261,9 @@ def test_a_long_document_is_shown_a_part_at_a_time(tmp_path, open_site):
 # Object storage
 
 
-def test_reading_from_object_storage_is_counted_with_its_price(folder, open_site):
-    address = f"file://{folder}/stores/web"
-    config = (folder / "run.toml").read_text(encoding="utf-8").replace('"stores/web"', json.dumps(address))
-    (folder / "remote").mkdir(exist_ok=True)
-    path = folder / "remote" / "run.toml"
-    path.write_text(config.replace('"stores/books"', '"../stores/books"'), encoding="utf-8")
-    site = open_site(path)
-    assert site.api("step?step=3") == open_site(folder / "run.toml").api("step?step=3")
-    shown = site.api("remote")
-    price = shown["prices"]["thousand_requests"] / 1000
-    assert shown["training"] == []
-    assert shown["page"]["counters"]["requests"] > 0
-    assert (
-        shown["dollars"] == shown["page"]["dollars"] == pytest.approx(shown["page"]["counters"]["requests"] * price)
-    )
-    planned = [(each["stage"], each["source"]) for each in shown["reading"]["readings"] if each["is_planned"]]
-    assert planned == [("base", "books"), ("base", "web"), ("late", "books"), ("late", "web")]
-    assert "No process that trains has noted" in site.page("remote")
-    # A process that trains is seen by its notes.
-    run = tm.Run.from_toml(path)
-    assert len(list(run.loader(threads=1, micro_batch=4))) == 16
-    (reader,) = site.api("remote")["training"]
-    assert reader["counters"] == as_json(run.network.counters.to_json())
-    assert reader["dollars"] == pytest.approx(reader["counters"]["requests"] * price)
-    assert str(os.getpid()) in reader["name"]
-    assert reader["is_running"]
-    assert "at work" in site.page("remote")
-
-
 def test_a_store_in_object_storage_is_opened_by_its_address(folder, open_site):
     site = open_site(f"file://{folder}/stores/web")
     assert site.api("store")["documents"] == open_site(folder / "stores" / "web").api("store")["documents"]
-    site.page("remote")
-
-
-def test_local_stores_have_no_reading_to_show(site):
-    assert "must name a store in object storage" in site.api("remote", 400)["error"]
 
 
 # Builds
@@ -368,3 +335,13 @@ def test_characters_of_several_tokens_are_whole_in_every_view(tmp_path, open_sit
     assert site.page("strip").count(' j"') == sum(
         token["continues"] for token in site.api("strip")["tokens"]["tokens"]
     )
+
+
+def test_a_store_is_offered_once_its_build_has_finished(folder, tmp_path):
+    """The pages of a running build ask again; the store appears without a restart of the viewer."""
+    (tmp_path / "st" / ".prepare").mkdir(parents=True)
+    opened = Opened(path=tmp_path / "st")
+    assert (opened.views, opened.first_view) == (("build",), "build")
+    shutil.copytree(folder / "stores" / "web", tmp_path / "st", dirs_exist_ok=True)
+    assert opened.views == ("store", "build")
+    assert opened.stores["st"].num_documents > 0

@@ -35,7 +35,6 @@ from tokenmill.view.views import (
     DiffView,
     DocumentView,
     PackingView,
-    RemoteView,
     StepView,
     StoreView,
     StripView,
@@ -655,33 +654,6 @@ def diff_page(view: DiffView) -> str:
     )
 
 
-def remote_page(view: RemoteView) -> str:
-    """Show what is read from object storage."""
-    names = [name for name in view.page.counters if name != "waited"]
-    rows = [
-        (
-            *(each.name, "at work" if each.is_running else "ended", round(each.seconds, 1)),
-            *(megabytes(int(each.counters[name])) if name in BYTES else each.counters[name] for name in names),
-            *(round(each.counters["waited"], 1), round(each.dollars, 6), round(each.silent_seconds, 1)),
-        )
-        for each in (*view.training, view.page)
-    ]
-    columns = ("who", "state", "seconds", *names, "seconds waited", "$ so far", "seconds since its last word")
-    nobody = '<p class="empty">No process that trains has noted what it reads yet; one does so every 5 s.</p>'
-    planned = "".join(table(each) for each in reading_tables(view.reading)) if view.reading else ""
-    again = ' data-again="5"' if any(each.is_running for each in view.training) else ""
-    return (
-        f"<h1{again}>Object storage</h1>{'' if view.training else nobody}"
-        f"{table(Table(title='Read so far', columns=columns, rows=rows))}"
-        f"<p>All of it cost {view.dollars:.6f} $ so far: {view.prices.thousand_requests:g} $ for 1,000 requests, "
-        f"{view.prices.gigabyte:g} $ a GB, as S3 Standard has it, read within its region.</p>{planned}"
-    )
-
-
-BYTES = {"bytes", "hits", "evicted"}
-"""Counters that are numbers of bytes."""
-
-
 def build_page(status: BuildStatus) -> str:
     """Show how far a build is; the page asks again by itself until it is finished."""
     shown = [
@@ -751,7 +723,6 @@ PAGES: Mapping[str, Callable[[Any], str]] = {
     "store": store_page,
     "document": document_page,
     "diff": diff_page,
-    "remote": remote_page,
     "build": build_page,
 }
 """Name of a view -> how its record is drawn."""

@@ -29,14 +29,12 @@ from tokenmill.inspect.steps import (
     same_rows,
 )
 from tokenmill.inspect.stores import StoreContents, inspect_store, kept_tokenizer, open_stores, why_no_texts
-from tokenmill.run.reading import Prices, ReadingReport
 from tokenmill.run.report import RunReport
 from tokenmill.run.run import Run, is_config
 from tokenmill.store import Store, open_store
 from tokenmill.store.layout import JOURNAL_FOLDER, MANIFEST, stores_below
 from tokenmill.store.records import keys_of_text, matches
 from tokenmill.store.remote.client import parse_address
-from tokenmill.store.remote.fetch import Counters, read_counters
 from tokenmill.types import Span
 from tokenmill.view.picture import timeline
 
@@ -45,8 +43,6 @@ AUDITED_ITEMS = 1 << 14
 """Number of documents whose lengths and masks are read, so that a page of a larger store takes no longer."""
 EXCERPT_TOKENS = 40
 NUMBERS_A_PAGE = 512
-MAX_READERS = 256
-"""Maximum number of processes in the list of those that train."""
 MAX_USES = 1000
 """Maximum number of steps in the list of those that see a document."""
 
@@ -173,36 +169,6 @@ class DiffView:
     """Slots of rows that are equal in both runs."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Reader:
-    """A process that reads from object storage, with its counters."""
-
-    name: str
-    """Host and process; `this page` for the viewer."""
-    is_running: bool
-    seconds: float
-    """Seconds for which it has been reading."""
-    silent_seconds: float
-    """Seconds since it wrote its counters."""
-    counters: Mapping[str, int | float]
-    dollars: float
-    """Cost of its requests."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RemoteView:
-    """Reading from object storage: by processes that train, by the viewer, and by the run as a whole."""
-
-    training: tuple[Reader, ...]
-    """Processes that read the same stores, newest first: on this machine, and on others that share the folder."""
-    page: Reader
-    dollars: float
-    """Cost of all of these together, so far."""
-    prices: Prices
-    reading: ReadingReport | None
-    """Requests of the whole run, by stage and source; None for a store."""
-
-
 @dataclass(frozen=True)
 class Opened:
     """The target of the viewer: a run, stores, or the folder of a build."""
@@ -238,15 +204,12 @@ class Opened:
             return self.target if isinstance(self.target, Run) else None
         return Run.from_toml(self.path) if is_config(self.path) else None
 
-    @cached_property
+    @property
     def views(self) -> tuple[str, ...]:
-        """Names of its views."""
+        """Names of its views; a build has no store until it has finished one."""
         if self.run is None:
-            is_remote = any(store._remotes for store in self.stores.values())
-            stored = ("store",) if self.stores else ()
-            return (*stored, *(("remote",) if is_remote else ()), *(("build",) if self.has_build else ()))
-        remote = () if self.run.network is None else ("remote",)
-        return ("step", "timeline", "packing", "store", "diff", *remote)
+            return (*(("store",) if self.stores else ()), *(("build",) if self.has_build else ()))
+        return ("step", "timeline", "packing", "store", "diff")
 
     @property
     def has_build(self) -> bool:
@@ -258,17 +221,19 @@ class Opened:
         """Name of the first view."""
         return "step" if self.run is not None else "store" if self.stores else "build"
 
-    @cached_property
+    @property
     def stores(self) -> dict[str, Store]:
         """The stores by name: those of the run, the one that was opened, or all in its folder."""
+        if isinstance(self.path, Path) and self.has_build and not (self.path / MANIFEST).exists():
+            # A running build may have finished some of its stores. So they are listed again for each view.
+            return {place.relative_to(self.path).as_posix(): open_store(place) for place in stores_below(self.path)}
+        return self._stores
+
+    @cached_property
+    def _stores(self) -> dict[str, Store]:
         if self.run is not None:
             return dict(self.run.stores)
-        if isinstance(self.target, Store):
-            return {self.name: self.target}
-        if isinstance(self.path, Path) and self.has_build and not (self.path / MANIFEST).exists():
-            # A running build, which may have finished some of its stores.
-            return {place.relative_to(self.path).as_posix(): open_store(place) for place in stores_below(self.path)}
-        return open_stores(self.path)
+        return {self.name: self.target} if isinstance(self.target, Store) else open_stores(self.path)
 
     @cached_property
     def report(self) -> RunReport:
@@ -495,54 +460,6 @@ def _side(run: Run, step: int) -> StepContents | str:
         return str(error)
 
 
-def remote_view(opened: Opened, parameters: Parameters) -> RemoteView:  # noqa: ARG001
-    """Show the reading from object storage, with its cost."""
-    run = opened.run
-    networks = [run.network] if run is not None and run.network is not None else []
-    if run is None:
-        networks = [files.network for store in opened.stores.values() for files in store._remotes]
-    if not networks:
-        raise ConfigError(
-            f"{opened.path}: must name a store in object storage for this view, got local ones; "
-            "`tokenmill plan --remote` shows what they would cost there"
-        )
-    prices, now = Prices(), time.time()
-    noted = {
-        (each.host, each.process, each.began): each
-        for network in networks
-        for each in (read_counters(network.folder) if network.folder else [])
-        if not network.stores or network.stores.intersection(each.stores)
-    }
-    training = tuple(
-        _reader(
-            f"{each.host}, process {each.process}", [each.counters], prices, each.is_running, each.began, each.noted
-        )
-        for each in list(noted.values())[:MAX_READERS]
-    )
-    page = _reader("this page", [network.counters for network in networks], prices, True, opened.since, now)
-    return RemoteView(
-        training=training,
-        page=page,
-        dollars=page.dollars + sum(each.dollars for each in training),
-        prices=prices,
-        reading=None if run is None else run.reading(prices=prices),
-    )
-
-
-def _reader(
-    name: str, counters: Sequence[Counters], prices: Prices, is_running: bool, began: float, noted: float
-) -> Reader:
-    total = {key: sum(each.to_json()[key] for each in counters) for key in counters[0].to_json()}
-    return Reader(
-        name=name,
-        is_running=is_running,
-        seconds=max(0.0, noted - began),
-        silent_seconds=max(0.0, time.time() - noted),
-        counters=total,
-        dollars=prices.dollars(total["requests"], total["bytes"]),
-    )
-
-
 def build_view(opened: Opened, parameters: Parameters) -> BuildStatus:  # noqa: ARG001
     """Show the progress of a build."""
     if isinstance(opened.path, str) or opened.run is not None:
@@ -559,7 +476,6 @@ VIEWS: Mapping[str, Callable[[Opened, Parameters], Any]] = {
     "store": store_view,
     "document": document_view,
     "diff": diff_view,
-    "remote": remote_view,
     "build": build_view,
 }
 """View by name. `strip`, `arrays` and `document` are opened from other views."""

@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
 import logging
 import os
 import random
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import count
-from pathlib import Path
-from time import monotonic, time
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenmill.errors import StoreCorruptError, StoreUnreachableError, TokenmillError
@@ -51,11 +47,6 @@ USUAL = 256
 SLOWEST_START = 2.0
 """Seconds after which a second request is raced against the first, as long as nothing is known."""
 LEAST_RACE = 0.25
-NOTE_SECONDS = 5.0
-"""Between two notes of what was counted."""
-KEPT_SECONDS = 7 * 24 * 3600.0
-"""For which the notes of processes that have ended are kept."""
-COUNTERS_FOLDER = ".counters"
 TELL_SECONDS = 5.0
 """Of waiting that are worth a line."""
 _FATAL_KINDS = frozenset(
@@ -88,46 +79,6 @@ class Counters:
     def to_json(self) -> dict[str, int | float]:
         """Return them as JSON."""
         return asdict(self)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunningCounters:
-    """What one process that trains has asked of object storage so far, by its own count."""
-
-    host: str
-    process: int
-    began: float
-    """When it began to read, in seconds since 1970."""
-    noted: float
-    """When it noted this."""
-    stores: tuple[str, ...]
-    """Addresses of the stores that it reads."""
-    counters: Counters
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the process is still there; of one of another machine, whether it noted something lately."""
-        if self.host != socket.gethostname():
-            return time() - self.noted < 12 * NOTE_SECONDS
-        try:
-            os.kill(self.process, 0)
-        except OSError as error:
-            return isinstance(error, PermissionError)
-        return True
-
-
-def read_counters(folder: Path | str) -> list[RunningCounters]:
-    """Return what processes that train have noted in a folder, the latest first; `Run.network.folder` is theirs.
-
-    A process notes its counters every five seconds, and when nothing is left to read. No secret is among them.
-    """
-    running = []
-    for file in (Path(folder) / COUNTERS_FOLDER).glob("*.json"):
-        with suppress(OSError, ValueError, TypeError, KeyError):  # removed meanwhile, or not of ours
-            noted = json.loads(file.read_bytes())
-            counters = Counters(**noted.pop("counters"))
-            running.append(RunningCounters(**{**noted, "stores": tuple(noted["stores"])}, counters=counters))
-    return sorted(running, key=lambda each: each.noted, reverse=True)
 
 
 class Loop:
@@ -174,10 +125,6 @@ class Loop:
             await asyncio.wait(tasks, timeout=1)
 
 
-_ordinals = count()
-"""Of the runs of this process."""
-
-
 class Network:
     """What the stores of a run share."""
 
@@ -191,30 +138,16 @@ class Network:
         self._last_error: str | None = None
         """Kind of the last failure; None once a request has succeeded since."""
         self._failing_since = 0.0
-        self.folder: Path | None = None
-        """Where the small files of its stores are, and their mirror; what was counted is noted there."""
-        self.stores: set[str] = set()
-        """Addresses of the stores that were opened."""
         self.told: set[str] = set()
         """Warnings that a run gives once."""
-        self._ordinal = next(_ordinals)
-        self._began, self._next_note = time(), 0.0
-        self._trains = False
-        """Whether somebody read ahead of training: a look at single steps is not noted."""
         self._lock = threading.Lock()
         self._held = 0
         self._queue: deque[tuple[int, Callable[[], object]]] = deque()
 
     # Memory: what is read ahead of training waits for room, what somebody waits for does not.
 
-    @property
-    def held(self) -> int:
-        """How many bytes are in memory, or on their way there."""
-        return self._held
-
     def admit(self, size: int, go: Callable[[], object], *, ahead: bool) -> None:
         """Call `go` once there is room for `size` bytes; at once unless it is ahead of training."""
-        self._trains = self._trains or ahead
         with self._lock:
             if ahead and (self._queue or (self._held and self._held + size > self.options.horizon_bytes)):
                 self._queue.append((size, go))
@@ -245,36 +178,8 @@ class Network:
                 size, each = self._queue.popleft()
                 self._held += size
                 ready.append(each)
-            is_idle = not self._held
         for each in ready:
             each()
-        if self._trains and (is_idle or monotonic() > self._next_note):
-            self._note()
-
-    def _note(self) -> None:
-        """Write what was counted to where others can look at it; where that fails, training goes on."""
-        self._next_note = monotonic() + NOTE_SECONDS
-        if self.folder is None:
-            return
-        place, host = self.folder / COUNTERS_FOLDER, socket.gethostname()
-        noted = RunningCounters(
-            host=host,
-            process=os.getpid(),
-            began=self._began,
-            noted=time(),
-            stores=tuple(sorted(self.stores)),
-            counters=self.counters,
-        )
-        file = place / f"{host}-{os.getpid()}-{self._ordinal}.json"
-        with suppress(OSError):
-            if not place.is_dir():
-                place.mkdir(parents=True, exist_ok=True)
-            for old in place.iterdir() if not file.exists() else ():
-                if time() - old.stat().st_mtime > KEPT_SECONDS:
-                    old.unlink(missing_ok=True)
-            partial = file.with_suffix(".tmp")
-            partial.write_text(json.dumps(asdict(noted)))
-            partial.replace(file)
 
     def waited(self, seconds: float) -> None:
         """Count that training waited; say so now and then."""

@@ -407,8 +407,6 @@ def open_remote(text: str, network: Network) -> RemoteFiles:
     known = xxhash.xxh3_128_hexdigest(f"{address} {address.endpoint}".encode() + body)
     name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', address.name)[:40]}-{known[:16]}"
     folder, is_spare = _store_folder(address, network, name, body)
-    network.folder = folder.parent
-    network.stores.add(str(address))
     return RemoteFiles(address, network, folder, layout.read_manifest(folder), listings, is_spare=is_spare)
 
 
