@@ -25,6 +25,7 @@ def main(folder: Path, steps: int = 5) -> None:
     """Train some steps, from the checkpoint if it exists."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
         tm.prepare(CORPUS_DIR / "prose.jsonl", out=folder / "prose", tokenizer="bytes", progress=False)
     dist.barrier()
     run = tm.Run.build(folder / "prose", seq_len=128, global_batch_size=8, steps=1000)
