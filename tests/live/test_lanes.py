@@ -27,7 +27,7 @@ INLINE = LoaderOptions(threads=0)
 def lanes_of(source, count, positions=None, options=INLINE):
     lanes = LiveLanes(source, source.windows(count), range(count), options)
     positions = {**lanes.positions(), **(positions or {})}
-    lanes.stand(positions, dict.fromkeys(positions, 10**9), {})
+    lanes.move_to(positions, dict.fromkeys(positions, 10**9), {})
     return lanes
 
 

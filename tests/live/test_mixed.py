@@ -330,7 +330,7 @@ def test_what_is_not_known_beforehand_is_refused_with_the_way_out(make_run, open
         match=r"is live text: the documents of a row are known only after it is read; remove live = true",
     ):
         run.plan().when("web", 0)
-    with pytest.raises(ConfigError, match=r"num_loss_tokens needs the rows of all ranks, .*; sum the labels"):
+    with pytest.raises(ConfigError, match=r"num_loss_tokens cannot be combined with live text.*; sum the labels"):
         run.loader(arrays=(*ARRAYS, "num_loss_tokens"))
 
 

@@ -190,7 +190,7 @@ def test_rows_that_cannot_be_cut_evenly_are_refused(make_run):
 
 
 def test_a_layout_and_a_rank_are_refused_together(make_run):
-    with pytest.raises(ConfigError, match=r"got both, rank 1 of 2; say dp=\(1, 2\)"):
+    with pytest.raises(ConfigError, match=r"layout cannot be combined with rank 1 of 2; set dp=\(1, 2\)"):
         make_run().loader(layout=Layout(), rank=1, world_size=2)
 
 
@@ -212,3 +212,15 @@ def test_horizon_and_context_parallel_go_together(make_run):
     whole = run.loader(micro_batch=12)[4]["labels"]
     parts = [run.loader(layout=Layout(cp=(rank, 2)), micro_batch=12)[4]["labels"] for rank in range(2)]
     assert np.array_equal(joined(parts, "zigzag"), whole)
+
+
+def test_the_way_out_of_a_large_batch_is_found_by_few_divisions():
+    """Trying every number up to the batch took minutes."""
+    part = RankSlice(layout=Layout(dp=(0, 7)), micro_batch=3)
+    batch = 7 * 10**12
+    assert part._way_out(batch) == f"use global_batch_size {batch - 7} or {batch + 14}, or micro_batch 2 or 4"
+
+
+def test_no_arrays_at_all_are_rejected(make_run):
+    with pytest.raises(ConfigError, match=r"arrays: must name each array once.*got \[\]"):
+        make_run().loader(arrays=[])

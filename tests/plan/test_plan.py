@@ -64,7 +64,7 @@ def test_a_source_goes_on_where_the_stage_before_left_it(make_plan):
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([], "stages: a run must have at least one, got none"),
+        ([], "stages: the run has no stage; add"),
         ([(3, 4, {"web": 1})], "stage 'stage0': the first stage must start at step 0, got 3"),
         ([(0, 4, {"web": 1}), (0, 4, {"web": 1})], "start_step must be above 0 of stage 'stage0', got 0"),
         ([(0, 4, {"web": 1}), (60, 4, {"web": 1})], "start_step must be below run.steps 60, got 60"),

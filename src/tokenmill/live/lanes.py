@@ -116,8 +116,8 @@ def find_window(source: LiveSource, windows: Windows, request: WindowRequest, sh
             )
         position = _after(windows, lane, epoch, turn)
     raise DocumentError(
-        f"{source.files[0].path}: every one of the {windows.lanes} lanes must find text, got none for lane {lane} "
-        f"in {limit} windows; add text, or use fewer lanes"
+        f"{source.files[0].path}: no text for lane {lane} of {windows.lanes} in {limit} windows; add text, or use "
+        "fewer lanes"
     )
 
 
@@ -187,8 +187,8 @@ class WindowThreads:
                 task.cancelled = True
                 where = task.where or self._last_where or f"lane {task.request.lane}"
                 raise DocumentError(
-                    f"{where}: the thread that reads and tokenizes it must go on within {self._timeout:g} s, got "
-                    f"nothing for {quiet:.1f} s; look at the disk or network it is on, or raise timeout"
+                    f"{where}: no progress in reading and tokenizing for {quiet:.1f} s (timeout {self._timeout:g} s)"
+                    "; check its disk or network, or raise timeout"
                 )
         if task.error is not None:
             raise task.error
@@ -263,19 +263,19 @@ class Lane:
         """Number of rows left in its window."""
         return 0 if self.window is None else self.window.rows.num_rows - self.row
 
-    def hold(self, window: LaneWindow) -> None:
+    def use_window(self, window: LaneWindow) -> None:
         """Draw from a window, from the first row of it that was not delivered."""
         self.window, self.row = window, window.rows.first
 
-    def go(self, position: LanePosition) -> None:
+    def move_to(self, position: LanePosition) -> None:
         """Stand at a position, with no window held."""
         self.begun, self.window, self.row = position, None, 0
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """Release the window and cancel the request for the next one."""
         if self.task is not None:
             self.task.cancelled = True
-        self.go(self.position)
+        self.move_to(self.position)
         self.task = None
 
 
@@ -337,11 +337,11 @@ class LiveLanes:
         if window is not None and window.format != format:
             window = self._repack(number, lane, window, format)
         if window is None:
-            window = self._take(number, lane, format)
+            window = self._next_window(number, lane, format)
         row = lane.row
         lane.row += 1
         if lane.row == window.rows.num_rows:
-            lane.go(_after(self.windows, number, window.epoch, window.turn))
+            lane.move_to(_after(self.windows, number, window.epoch, window.turn))
             self._ask_ahead()
         return window.rows, row
 
@@ -355,7 +355,7 @@ class LiveLanes:
         places, counts, num_skipped = mark
         self.close()
         positions = {number: position_at(place) for number, place in places}
-        self.stand(positions, {number: place[3] for number, place in places}, counts)
+        self.move_to(positions, {number: place[3] for number, place in places}, counts)
         del self.skipped.places[num_skipped:]
 
     def positions(self) -> dict[int, LanePosition]:
@@ -366,14 +366,14 @@ class LiveLanes:
         """Return how many windows a lane reads in an epoch."""
         return self.windows.num_turns(number)
 
-    def stand(
+    def move_to(
         self, positions: Mapping[int, LanePosition], left: Mapping[int, int], skipped: Mapping[str, int]
     ) -> None:
         """Go to where positions say; windows that are held for these lanes are let go."""
         for number, position in positions.items():
             lane = self.lanes[number]
-            lane.drop()
-            lane.go(position)
+            lane.release()
+            lane.move_to(position)
             lane.left = left[number]
         self.skipped.counts.clear()
         self.skipped.counts.update(skipped)
@@ -383,24 +383,24 @@ class LiveLanes:
         for lane in self.lanes.values():
             position = lane.position
             if position != LanePosition(epoch=position.epoch):
-                lane.drop()
-                lane.go(LanePosition(epoch=position.epoch + 1))
+                lane.release()
+                lane.move_to(LanePosition(epoch=position.epoch + 1))
 
     def close(self) -> None:
         """Stop the threads and let go of all windows; the next draw starts them again."""
         for lane in self.lanes.values():
-            lane.drop()
+            lane.release()
         if self._finalizer is not None:
             self._finalizer()
         self._threads = self._finalizer = None
 
-    def _take(self, number: int, lane: Lane, format: RowFormat) -> LaneWindow:
+    def _next_window(self, number: int, lane: Lane, format: RowFormat) -> LaneWindow:
         """Hold the window at the position of a lane, or the next one that has rows, and return it; waits for it."""
         begun = time.monotonic()
         self._format = format
         request = WindowRequest(lane=number, position=lane.position, format=format)
         if lane.task is not None and lane.task.request != request:
-            lane.drop()
+            lane.release()
         if not self._num_threads:
             window = self._find(request, lambda _: None)
         else:
@@ -411,7 +411,7 @@ class LiveLanes:
             window = threads.wait(lane.task)
             lane.task = None
         self.waited += time.monotonic() - begun
-        lane.hold(window)
+        lane.use_window(window)
         self._note_skipped(window.skipped)
         self._log_waits(number, window)
         self._ask_ahead()
@@ -420,14 +420,14 @@ class LiveLanes:
     def _repack(self, number: int, lane: Lane, window: LaneWindow, format: RowFormat) -> LaneWindow | None:
         """Pack what is left of the window that a lane holds in another format, without reading it; hold that."""
         drawn = lane.position.drawn
-        lane.drop()
+        lane.release()
         rows = pack_window(window.rows.tokenized, self.source.options.in_format(format), drawn)
         self._note_skipped(rows.skipped)
         if not rows.num_rows:
-            lane.go(_after(self.windows, number, window.epoch, window.turn))
+            lane.move_to(_after(self.windows, number, window.epoch, window.turn))
             return None
         repacked = replace(window, rows=rows, skipped=(), format=format, before=_before(drawn, format))
-        lane.hold(repacked)
+        lane.use_window(repacked)
         return repacked
 
     def _ask_ahead(self) -> None:

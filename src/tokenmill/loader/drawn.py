@@ -76,7 +76,7 @@ class Lanes(Protocol):
     def num_turns(self, number: int) -> int:
         """Return how many windows a lane reads in an epoch."""
 
-    def stand(
+    def move_to(
         self, positions: Mapping[int, LanePosition], left: Mapping[int, int], skipped: Mapping[str, int]
     ) -> None:
         """Go to some positions; the run still asks for `left` rows of each lane, and has counted `skipped`."""
@@ -258,10 +258,10 @@ class DrawnSources:
     def batch(self, block: Block, number: int, out: Batch) -> Batch:
         """Draw the rows of the `number`-th batch of a block and fill it; if that fails, nothing has been drawn."""
         if block is not self._block:
-            self._enter(block, next(iter(out.values())).shape[0])
+            self._find_draws(block, next(iter(out.values())).shape[0])
         step, begins, after = self._places[number]
         if begins:
-            self._arrive(block.stage, step)
+            self._reach(block.stage, step)
         marks = []
         try:
             drawn = []
@@ -280,7 +280,7 @@ class DrawnSources:
         self._at = after
         return out
 
-    def _enter(self, block: Block, count: int) -> None:
+    def _find_draws(self, block: Block, count: int) -> None:
         """Find out which lanes give the rows of the batches of a block, each of `count` rows."""
         stage, self._draws = block.stage, []
         last = self._part.batches(stage) - 1
@@ -305,7 +305,7 @@ class DrawnSources:
             )
         self._block = block
 
-    def _arrive(self, stage: Stage, step: int) -> None:
+    def _reach(self, stage: Stage, step: int) -> None:
         """Pass over the rows of skipped steps that lie before a step; start sources again where a stage does."""
         while self._at < step:
             skipped = self._plan.stage(self._at)
@@ -348,7 +348,7 @@ class DrawnSources:
 
     def begin(self) -> None:
         """Go back to the start of the run."""
-        self._stand(Position(step=0), 0, {}, {})
+        self._move_to(Position(step=0), 0, {}, {})
 
     def load(self, position: Position, state: LiveState | None) -> None:
         """Go to where a state says, or refuse it with the reason."""
@@ -366,7 +366,7 @@ class DrawnSources:
         positions = {name: state.positions(name) for name in self.lanes}
         for name in self.lanes:
             self._check_lanes(name, positions[name], position)
-        self._stand(position, state.at, positions, state.skipped)
+        self._move_to(position, state.at, positions, state.skipped)
 
     def _check_lanes(self, name: str, positions: Mapping[int, LanePosition], position: Position) -> None:
         """Raise if a state lacks lanes of this rank, or has a lane where no window is."""
@@ -397,7 +397,7 @@ class DrawnSources:
         last = self._plan.last_trained(position.step)
         return LiveState(at=0 if last is None else last + 1, batch=position.batch)
 
-    def _stand(
+    def _move_to(
         self,
         position: Position,
         at: int,
@@ -411,7 +411,7 @@ class DrawnSources:
             # A rank goes on counting from its own numbers, or, of those of all ranks, the first rank from all.
             counts_here = len(saved) <= len(own) or not self._part.rank
             left = self._rows_left(name, lanes.numbers, at, position)
-            lanes.stand(own, left, skipped.get(name, {}) if counts_here else {})
+            lanes.move_to(own, left, skipped.get(name, {}) if counts_here else {})
         self._at = at
         self._block = None
 

@@ -157,8 +157,8 @@ def find_layout(layout: Layout | None, rank: int, world_size: int) -> Layout:
     """Return a layout, or the one of data-parallel ranks alone; refuse both at once."""
     if layout is not None and (rank, world_size) != (0, 1):
         raise ConfigError(
-            f"loader: must have a layout, or rank and world_size, got both, rank {rank} of {world_size}; say "
-            f"dp=({rank}, {world_size}) in the layout"
+            f"loader: layout cannot be combined with rank {rank} of {world_size}; "
+            f"set dp=({rank}, {world_size}) in the layout"
         )
     if layout is not None and not isinstance(layout, Layout):
         raise ConfigError(f"layout: expected a Layout, got {layout!r}; write tm.Layout(dp=(0, 2))")

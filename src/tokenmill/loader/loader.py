@@ -385,9 +385,7 @@ class Loader:
         }
         wanted = next((name for name, is_wanted in for_sequences.items() if is_wanted), None)
         if kind is not None and wanted is not None:
-            raise ConfigError(
-                f"loader: {wanted} is for stores of sequences, got it with stores of {kind}; leave it out"
-            )
+            raise ConfigError(f"loader: {wanted} cannot be combined with {kind} stores; remove it")
         if self.options.pad_to == "batch" and self.part.layout.cp[1] > 1:
             raise ConfigError(
                 'pad_to: must be "row" where a row is cut for context-parallel ranks, all alike, got '
@@ -399,8 +397,8 @@ class Loader:
         assert not self.part.balance, "rows must be known before they are dealt"
         if "num_loss_tokens" in self.options.arrays:
             raise ConfigError(
-                "arrays: num_loss_tokens needs the rows of all ranks, got it with live text, of which a rank knows "
-                "its own; sum the labels of each rank with an all-reduce"
+                "arrays: num_loss_tokens cannot be combined with live text, because a rank knows its own rows only"
+                "; sum the labels of each rank with an all-reduce"
             )
         if self.options.pad_to == "batch":
             raise ConfigError('pad_to: must be "row" for live text, whose rows are full, got "batch"; leave it out')
@@ -714,12 +712,26 @@ class _Inline(Executor):
     """Executor that runs each call at once, in the thread that submits it."""
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:  # noqa: ANN401
-        future: Future[T] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
-        return future
+        return _Result(fn(*args, **kwargs))
+
+
+class _Result(Future[T]):
+    """Result of a call that ran at once. It has no lock, which takes a fifth of the time of a batch."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def result(self, timeout: float | None = None) -> T:  # noqa: ARG002 - as all futures have it
+        return self._value
+
+    def exception(self, timeout: float | None = None) -> None:  # noqa: ARG002 - as all futures have it
+        return None
+
+    def done(self) -> bool:
+        return True
+
+    def cancelled(self) -> bool:
+        return False
 
 
 def _assemble(loader: Loader, executor: Executor, ahead: int) -> Iterator[Batch]:
@@ -729,6 +741,9 @@ def _assemble(loader: Loader, executor: Executor, ahead: int) -> Iterator[Batch]
     waiting: deque[tuple[Future[Block], Future[list[Batch]], bool]] = deque()
     forks = _forks
     begun: deque[Future[Block]] = deque()
+    pools: dict[Block, buffers.BufferPool] = {}
+    """Memory for the batches of each block that was begun."""
+    is_waited_for = isinstance(executor, _Inline) and loader.network is not None
 
     def begin(stage: Stage, first: int, count: int) -> Future[Block]:
         begun.append(executor.submit(loader._block, stage, first, count, ahead=bool(begun)))
@@ -736,9 +751,9 @@ def _assemble(loader: Loader, executor: Executor, ahead: int) -> Iterator[Batch]
 
     def copy(block: Future[Block], begin: int, end: int) -> list[Batch]:
         rows = block.result()
-        pool = loader._pool(rows)
+        pool = pools.get(rows) or pools.setdefault(rows, loader._pool(rows))
         fill = partial(loader._drawn.batch, rows) if loader._drawn else rows.batch
-        if isinstance(executor, _Inline):
+        if is_waited_for:
             batches = [loader._wait(rows, partial(fill, number, pool.batch())) for number in range(begin, end)]
         else:
             batches = [fill(number, pool.batch()) for number in range(begin, end)]
@@ -750,7 +765,9 @@ def _assemble(loader: Loader, executor: Executor, ahead: int) -> Iterator[Batch]
         block, batches, last = waiting.popleft()
         ready = batches.result() if batches.done() else loader._wait(block.result(), batches.result)
         if last:
-            begun[0].result().finish()
+            done = begun[0].result()
+            done.finish()
+            pools.pop(done, None)
             begun.popleft()
         return ready
 

@@ -249,7 +249,7 @@ def check_position(state: State, plan: Plan, part: RankSlice) -> None:
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Join the states of all ranks, saved at the same step, into one that any world size can load."""
     if not states:
-        raise ResumeError("states: must be those of all ranks, got none; gather state_dict() of every rank")
+        raise ResumeError("states: no state to merge; gather state_dict() of every rank")
     lives = [read_state(state).live for state in states]
     common = [{key: value for key, value in state.items() if key != "live"} for state in states]
     for other in common[1:]:
@@ -263,7 +263,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not joined:
         return common[0]
     if len(joined) < len(states):
-        raise ResumeError("states: all must have lanes of live text, got one without; use states of one run")
+        raise ResumeError("states: one has no lanes of live text, and others have some; use states of one run")
     return {**common[0], "live": _merge_lanes(joined)}
 
 

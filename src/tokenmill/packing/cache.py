@@ -156,7 +156,7 @@ def _read(file: Path, description: Mapping[str, Any], windows: int) -> WindowInd
 
 
 def _is_sound(table: Int64Array, size: int, counts: Int64Array) -> bool:
-    """Return whether a table fits `size` bytes and the counts; kernels index with it, so a checksum is not enough."""
+    """Return whether a table fits `size` bytes and the counts; kernels index with it."""
     if ((table[:, :CHECK] < 0) | (table[:, :CHECK] >= 1 << 48)).any() or table[0, ROW] or table[0, BYTE]:
         return False
     rows, sizes = np.diff(table[:, ROW]), np.diff(table[:, BYTE])

@@ -65,7 +65,7 @@ def compile_plan(
 def check_order(stages: Sequence[tuple[str, int]], steps: int) -> None:
     """Raise if stages, given as (name, start_step), do not cover the run in order from step 0."""
     if not stages:
-        raise ConfigError("stages: a run must have at least one, got none; add [[stages]] or sources with weights")
+        raise ConfigError("stages: the run has no stage; add [[stages]] or sources with weights")
     name, start = stages[0]
     if start != 0:
         raise ConfigError(
@@ -126,7 +126,7 @@ class SourceProgress:
         return epoch, rows.num_rows, drawn
 
     @property
-    def under_way(self) -> bool:
+    def is_within_epoch(self) -> bool:
         """Whether the source is within an epoch, not between two."""
         return self.epoch()[2] > 0
 
@@ -156,7 +156,7 @@ class _Mixing:
     drawn: int = 0
     """Positions of it."""
 
-    def take(self, spec: StageSpec) -> Mixture:
+    def mixture_of(self, spec: StageSpec) -> Mixture:
         """Return the mixture of a stage: the current one, if the stage asks for the same."""
         ramp, names = spec.ramp, spec.names
         weights = [exact_weight(spec.weights.get(name, 0)) for name in names]
@@ -169,7 +169,7 @@ class _Mixing:
             asked = (names, batch, ramp.shape, ramp.begin, ramp.end, *weights, *ramp.weights.items())
         if self.mixture is not None and asked == self.asked:
             return self.mixture
-        self.settle()
+        self.finish()
         leads = [self.ahead.get(name, Fraction(0)) for name in names]
         if ramp is None:
             self.mixture = build_mixture(tuple(whole[name] for name in names), leads)
@@ -186,7 +186,7 @@ class _Mixing:
         self.asked, self.names, self.drawn = asked, names, 0
         return self.mixture
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Finish the mixture, and record the leads of its sources."""
         if self.mixture is not None:
             leads = [self.ahead.get(name, Fraction(0)) for name in self.names]
@@ -210,7 +210,7 @@ def _compile_stages(
         # A change in the middle of a stage does not start a source again that the stage has drawn from.
         fresh = {name for name in spec.names if (spec.number, spec.name, name) not in begun}
         restarted = frozenset(name for name in fresh if _restarts(progress.get(name), spec, name))
-        arrived = {name: _arrive(progress.get(name), spec, name, name in restarted) for name in spec.names}
+        started = {name: _start_source(progress.get(name), spec, name, name in restarted) for name in spec.names}
         place = _StagePlace(
             index=len(stages),
             end=end,
@@ -218,29 +218,31 @@ def _compile_stages(
             sources=sources,
             restarted=restarted,
         )
-        mixture = mixing.take(spec)
-        stage = _compile_stage(spec, place, arrived, mixture, mixing.drawn)
-        rooms = {name: room(stage, name, limit) for name, limit in stops.items() if name in stage.names}
-        short = _first_short(stage, rooms)
-        if short is None:
+        mixture = mixing.mixture_of(spec)
+        stage = _compile_stage(spec, place, started, mixture, mixing.drawn)
+        rows_left_of = {name: rows_left(stage, name, limit) for name, limit in stops.items() if name in stage.names}
+        first_short = _first_short(stage, rows_left_of)
+        if first_short is None:
             mixing.drawn += stage.num_positions
-        elif short:
-            at = spec.start_step + short
+        elif first_short:
+            at = spec.start_step + first_short
             waiting.extendleft([(replace(spec, start_step=at), end), (spec, at)])
             continue
-        elif not all(rooms.values()):
-            waiting.appendleft((_without(spec, [name for name in rooms if not rooms[name]]), end))
+        elif not all(rows_left_of.values()):
+            waiting.appendleft((_without(spec, [name for name in rows_left_of if not rows_left_of[name]]), end))
             continue
         else:
-            stage = _drain(stage, rooms, replace(place, end=spec.start_step + 1), arrived, mixing)
+            stage = _compile_last_draws(
+                stage, rows_left_of, replace(place, end=spec.start_step + 1), started, mixing
+            )
             if stage.end_step < end:
                 waiting.appendleft((replace(spec, start_step=stage.end_step), end))
         stages.append(stage)
         for line, (name, drawn) in enumerate(stage.draws.items()):
             # A stage that draws nothing of a source leaves it as it was, with what is still owed of it.
             if drawn or name not in progress:
-                _advance(arrived[name], stage, line, drawn)
-                progress[name] = arrived[name]
+                _advance(started[name], stage, line, drawn)
+                progress[name] = started[name]
             if drawn:
                 begun.add((spec.number, spec.name, name))
     return tuple(stages)
@@ -287,21 +289,21 @@ def _without(spec: StageSpec, names: Sequence[str]) -> StageSpec:
     return replace(spec, weights=weights, ramp=ramp)
 
 
-def _drain(
+def _compile_last_draws(
     stage: Stage,
-    rooms: Mapping[str, int],
+    rows_left_of: Mapping[str, int],
     place: _StagePlace,
-    arrived: Mapping[str, SourceProgress],
+    started: Mapping[str, SourceProgress],
     mixing: _Mixing,
 ) -> Stage:
     """Return the one step in which sources give their last rows."""
     spec = stage.spec
-    mixing.settle()
+    mixing.finish()
     first = stage.origin
     shares = dict(zip(stage.names, stage.mixture.shares(first, first + spec.global_batch_size), strict=True))
     where = f"stage {spec.name!r}, step {spec.start_step}"
-    quotas = share_out(spec.global_batch_size, shares, rooms, mixing.ahead, where)
-    ended = tuple(sorted(name for name in quotas if quotas[name] == rooms.get(name)))
+    quotas = share_out(spec.global_batch_size, shares, rows_left_of, mixing.ahead, where)
+    ended = tuple(sorted(name for name in quotas if quotas[name] == rows_left_of.get(name)))
     others = [name for name in quotas if name not in ended]
     rows, total = sum(quotas[name] for name in others), sum(shares[name] for name in others)
     for name in others:
@@ -316,7 +318,7 @@ def _drain(
     return _compile_stage(
         replace(spec, weights=drawn, ramp=None, drained=ended),
         place,
-        arrived,
+        started,
         build_mixture(tuple(number // shared for number in drawn.values())),
         0,
     )
@@ -324,12 +326,12 @@ def _drain(
 
 def _restarts(before: SourceProgress | None, spec: StageSpec, name: str) -> bool:
     """Return whether a stage restarts a source in the middle of an epoch, because its rows changed."""
-    if before is None or spec.on_change != "restart" or not before.under_way:
+    if before is None or spec.on_change != "restart" or not before.is_within_epoch:
         return False
     return dict(before.index.epoch_description) != dict(spec.rows[name].description)
 
 
-def _arrive(before: SourceProgress | None, spec: StageSpec, name: str, restarts: bool) -> SourceProgress:
+def _start_source(before: SourceProgress | None, spec: StageSpec, name: str, restarts: bool) -> SourceProgress:
     """Return the progress of a source at the start of a stage."""
     index = spec.rows[name]
     if index.num_rows < 1:
@@ -349,7 +351,7 @@ def _arrive(before: SourceProgress | None, spec: StageSpec, name: str, restarts:
         return before
     if not before.consumed:
         return SourceProgress(index=index, repeats_from=size, era=before.era)
-    if restarts or not before.under_way:
+    if restarts or not before.is_within_epoch:
         return SourceProgress(index=index, era=before.era + 1, epochs_before=before.epochs_read)
     if index.cross_document_labels:
         raise ConfigError(
@@ -428,7 +430,7 @@ def _advance(progress: SourceProgress, stage: Stage, line: int, drawn: int) -> N
 # Sources that may not be read any further: at which step they run out, and what that step draws instead.
 
 
-def room(stage: Stage, name: str, limit: Fraction) -> int:
+def rows_left(stage: Stage, name: str, limit: Fraction) -> int:
     """Return the number of rows of a source that a stage may read until `limit` epochs."""
     before, index = stage.epochs_before[name], stage.rows[name]
     left = stage.rest_epochs[name]
@@ -441,9 +443,9 @@ def room(stage: Stage, name: str, limit: Fraction) -> int:
     return max(0, rows - stage.carry(name))
 
 
-def _first_short(stage: Stage, rooms: Mapping[str, int]) -> int | None:
+def _first_short(stage: Stage, rows_left_of: Mapping[str, int]) -> int | None:
     """Return the first step of a stage, counted from its start, that needs more rows than a source has left."""
     # The draw after the last that there is a row for.
-    over = {name: left for name, left in rooms.items() if stage.draws[name] > left}
+    over = {name: left for name, left in rows_left_of.items() if stage.draws[name] > left}
     positions = [int(stage.positions_of(name, np.array([left]))[0]) for name, left in over.items()]
     return min(positions) // stage.spec.global_batch_size if positions else None

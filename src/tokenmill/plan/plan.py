@@ -320,7 +320,7 @@ class Plan:
         """First step and description of every stage but those that only go on with the one before."""
         described: list[tuple[int, dict[str, Any]]] = []
         for number, part in enumerate(self.stages):
-            if number and part.goes_on(self.stages[number - 1]):
+            if number and part.continues(self.stages[number - 1]):
                 continue
             sources = {
                 name: {**source, "id": self.sources.index(name)}

@@ -13,7 +13,7 @@ from itertools import groupby, pairwise
 
 import numpy as np
 
-from tokenmill.plan.compile import room
+from tokenmill.plan.compile import rows_left
 from tokenmill.plan.mixture import exact_weight, integer_weights
 from tokenmill.plan.plan import Plan
 from tokenmill.plan.rows import NOTHING, Rows, TokenCounts
@@ -355,7 +355,7 @@ def _first_repeat(using: Sequence[Stage], name: str) -> int | None:
 def _gone_from(plan: Plan, using: Sequence[Stage], name: str, limit: Fraction) -> int | None:
     """Return the step after the one that draws the last row that a source may give, if the run goes on then."""
     drawing = [part for part in using if part.draws[name]]
-    if not drawing or room(drawing[-1], name, limit) > drawing[-1].draws[name]:
+    if not drawing or rows_left(drawing[-1], name, limit) > drawing[-1].draws[name]:
         return None
     step = step_of(drawing[-1], name, drawing[-1].draws[name] - 1) + 1
     return step if step < plan.steps else None

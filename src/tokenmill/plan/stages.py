@@ -1,4 +1,4 @@
-"""Which stage of training a step belongs to, and what a stage is compiled to.
+"""Stages of training, as specified and as compiled.
 
 A stage is what the config calls so. Where something changes in the middle of it (a ramp ends, steps are skipped,
 documents are quarantined, a source is used up) it is compiled to several parts, each a `Stage` here; they share its
@@ -71,8 +71,8 @@ class StageSpec:
     rows: Mapping[str, Rows]
     """The rows of each source that has a weight, here or where a ramp comes from."""
     on_change: str = "unseen"
-    """Where the rows of a source are not those of the stage before (another sequence length or packing): go on with
-    what that stage has not used (`unseen`), or `restart` the source."""
+    """Start of a source whose rows change with the stage, by another sequence length or packing: the rows that the
+    stage before has not read (`unseen`), or its first row (`restart`)."""
     number: int = 0
     """Index of the stage, from 0; its parts share it."""
     lr_scale: float = 1.0
@@ -164,7 +164,7 @@ class Stage:
     """For each source: the key of epochs that begin in this stage, and of the one under way before it."""
     rotation_key: np.uint64
     rotate: bool
-    """Whether each batch is turned by a keyed number of places, so that no rank always gets the same source."""
+    """Whether each batch is rotated by a pseudo-random offset, so that no rank always gets the same source."""
     restarted: frozenset[str]
     """Sources that start again with other rows, in the middle of an epoch."""
 
@@ -217,10 +217,10 @@ class Stage:
             "restarted": sorted(self.restarted),
         }
 
-    def goes_on(self, before: Stage) -> bool:
-        """Say whether it only goes on with the stage before it: batches do not know that there is an edge.
+    def continues(self, before: Stage) -> bool:
+        """Return whether this part continues the previous one, so that batches do not depend on the edge.
 
-        What it starts again was started again by that one already, which has not drawn from it.
+        A source that this part restarts was restarted by the previous one, which did not read from it.
         """
         of_the_edge = ("start_step", "on_change", "restarted")
         old, new = (
@@ -231,9 +231,9 @@ class Stage:
         return old == new and again == self.restarted
 
     def draws_like(self, other: Stage) -> bool:
-        """Say whether both draw the same rows at the same steps, going by the numbers that the kernels are given.
+        """Return whether both read the same rows at the same steps, by comparing the inputs of the kernels.
 
-        Stages of other numbers may turn out to draw the same rows nonetheless.
+        Stages with other inputs may read the same rows, too.
         """
         batch = self.spec.global_batch_size
         return (
@@ -341,7 +341,7 @@ def stage_at(stages: Sequence[Stage], starts: Sequence[int], step: int) -> Stage
     """Return the stage that `step` belongs to; `starts` are their first steps, which belong to the new stage."""
     last = stages[-1].end_step
     if not 0 <= step < last:
-        way_out = "count from 0" if step < 0 else "raise run.steps to go on"
+        way_out = "count from 0" if step < 0 else "raise run.steps to continue"
         raise PlanError(f"step: must lie within 0:{last}, got {step}; {way_out}")
     return stages[bisect_right(starts, step) - 1]
 
@@ -396,7 +396,7 @@ def _batches(stage: Stage, steps: Int64Array, rotate: bool = True) -> tuple[Int6
         ordinals, arranged = ordinals[order], arranged[order]
     else:
         ordinals[places], arranged[places] = ordinals[order], arranged[order]
-    return lines, ordinals, _settle(stage, lines, arranged)
+    return lines, ordinals, _rows_of_arranged(stage, lines, arranged)
 
 
 def _by_block(lines: Int64Array, arranged: Int64Array, num_lines: int) -> tuple[Int64Array | None, Int64Array]:
@@ -435,7 +435,7 @@ def _arrange(stage: Stage, lines: Int64Array, ordinals: Int64Array) -> Int64Arra
     return arranged
 
 
-def _settle(stage: Stage, lines: Int64Array, arranged: Int64Array) -> Int64Array:
+def _rows_of_arranged(stage: Stage, lines: Int64Array, arranged: Int64Array) -> Int64Array:
     """Return the row of each draw, given by its line of the table and what `_arrange` returned."""
     rows = arranged.copy()
     for places, order, begin, first in _epochs(stage, lines, arranged):
