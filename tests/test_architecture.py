@@ -26,6 +26,7 @@ FLOOR = {
     "types",
     "fingerprint",
     "fields",
+    "reasons",
     "tables",
     "caches",
     "compiled",

@@ -96,7 +96,7 @@ def test_every_engine_makes_the_same_store(corpus, wanted, wanted_of_bad, engine
     assert build(corpus / "in", tmp_path / "out", **engine) == wanted
     told = bad_records(corpus / "bad.jsonl", tmp_path / "bad", **engine)
     assert told == wanted_of_bad
-    assert "bad.jsonl:123: the text must be a string" in told["error"]
+    assert "bad.jsonl:123: a text must be a string" in told["error"]
     assert (told["documents"], told["skipped"]) == (258, {"json": 1, "not_text": 1})
 
 

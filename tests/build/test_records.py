@@ -404,7 +404,7 @@ def test_the_nulls_of_a_dataset_are_fields_that_records_lack(tmp_path):
 def test_errors_of_a_table_name_the_column_and_the_item(tmp_path):
     with pytest.raises(DocumentError, match=r"^records: must have a column 'text', got 'body'"):
         build(pa.table({"body": ["a"]}), tmp_path / "store")
-    with pytest.raises(DocumentError, match=r"^item 2: the text must be a string, got field 'text' is null"):
+    with pytest.raises(DocumentError, match=r"^item 2: a text must be a string, got field 'text' is null"):
         build(pa.table({"text": ["a", None]}), tmp_path / "other")
 
 

@@ -352,7 +352,7 @@ def test_records_without_the_fields_of_a_recipe_are_told_which_it_wants(tokenmil
     )
     assert done.code == 1
     assert done.err.endswith(
-        "web.jsonl:1: a record must have the fields of the recipe, got no messages, nor system + conversations, "
+        "web.jsonl:1: a record must have the fields that are read, got no messages, nor system + conversations, "
         "nor conversations; name the fields in a recipe, or take the preset that has them with --recipe, or skip "
         "bad ones with --on-error skip\n"
     )

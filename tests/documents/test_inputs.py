@@ -26,7 +26,6 @@ from tests.documents.corpora import (
 )
 
 from tokenmill.documents import (
-    RULES,
     InputFile,
     Piece,
     ReadOptions,
@@ -394,10 +393,6 @@ def test_record_is_named_for_people(tmp_path, name, named):
     (file,) = find_files(tmp_path / name).files
     piece = Piece(file=file, begin=0, end=1, bytes=0)
     assert place(piece, 16) == f"{tmp_path}/{named}"
-
-
-def test_every_reason_has_its_rule():
-    assert all(" must " in rule and not rule.endswith(".") for rule in RULES.values())
 
 
 @pytest.mark.parametrize(

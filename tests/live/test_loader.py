@@ -402,7 +402,7 @@ def test_a_bad_line_stops_a_run_with_its_file_and_line(tmp_path, numbers, make_l
         source = open_live(tmp_path, tokenizer=numbers(), options=LiveOptions(seq_len=4, window_bytes=window_bytes))
         loader = make_loader(source, steps=90, micro_batch=4)
         with pytest.raises(
-            DocumentError, match=f"{place}: a record must have the text field, got .*on_error='skip'"
+            DocumentError, match=f"{place}: a record must have the fields that are read, got .*on_error='skip'"
         ):
             list(loader)
         step, state = loader.step, saved(loader)

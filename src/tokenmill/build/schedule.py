@@ -17,11 +17,11 @@ from tokenmill.build.journal import Journal, UnitResult
 from tokenmill.build.notes import WorkerNote, read_failure, read_notes
 from tokenmill.build.progress import Show, Step, units_done
 from tokenmill.build.tasks import Task, TaskList, do_task, error_of, finished_unit, is_done, read_digests, run_index
-from tokenmill.documents import RULES, BadRecord, Unit, place, read_unit
-from tokenmill.encode.recipe import RULES as RECIPE_RULES
-from tokenmill.encode.recipe import WAYS_OUT, Recipe
+from tokenmill.documents import BadRecord, Unit, place, read_unit
+from tokenmill.encode.recipe import Recipe
 from tokenmill.encode.recipe.encoder import TOO_LONG
 from tokenmill.errors import ConfigError, DocumentError, TokenmillError, WorkerLostError, warn
+from tokenmill.reasons import REASONS
 from tokenmill.tables import check_types
 
 TICK_SECONDS = 0.2
@@ -209,9 +209,7 @@ def _lines_before(journal: Journal, tasks: TaskList, task: Task, piece: int, poo
 
 def bad_record(unit: Unit, line: int, bad: BadRecord, recipe: Recipe) -> DocumentError:
     """Return the error that names a bad record by its file and line, the rule that it breaks, and the ways out."""
-    rules = {"domain": "the domain must be a name", **RECIPE_RULES, **RULES}
-    # A chat without messages lacks no text field: the recipe knows better which fields it wants.
-    rules["missing_field"] = RECIPE_RULES["missing_field"]
+    reason = REASONS[bad.reason]
     skip = 'or skip bad ones with on_error="skip"'
     if bad.reason == TOO_LONG:  # it stops the build, whatever on_error says
         ways_out = 'raise max_seq_len=..., or say on_long="drop" or on_long="cut"'
@@ -219,12 +217,10 @@ def bad_record(unit: Unit, line: int, bad: BadRecord, recipe: Recipe) -> Documen
         ways_out = (
             f"name the field of the text with text_field=..., or the recipe with recipe=... (chat, dpo), {skip}"
         )
-    elif bad.reason == "too_long":
-        ways_out = f"cut the record, allow it with max_record_bytes=..., {skip}"
     else:
-        ways_out = f"{WAYS_OUT.get(bad.reason, 'mend the record')}, {skip}"
+        ways_out = f"{reason.way_out}, {skip}"
     where = place(unit.pieces[bad.piece], line)
-    return DocumentError(f"{where}: {rules[bad.reason]}, got {bad.detail}; {ways_out}")
+    return DocumentError(f"{where}: {reason.rule}, got {bad.detail}; {ways_out}")
 
 
 # Tasks by an engine.

@@ -20,10 +20,9 @@ from tokenmill.documents.inputs import (
     sample_texts,
 )
 from tokenmill.documents.streams import content_digest, file_digest
-from tokenmill.documents.units import RULES, BadRecord, DocumentBatch, InputFile, Piece, ReadOptions, Unit
+from tokenmill.documents.units import BadRecord, DocumentBatch, InputFile, Piece, ReadOptions, Unit
 
 __all__ = [
-    "RULES",
     "BadRecord",
     "DocumentBatch",
     "InputFile",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -12,22 +12,6 @@ import numpy as np
 from tokenmill.errors import ConfigError
 from tokenmill.tables import check_option
 from tokenmill.types import Int64Array
-
-RULES: Mapping[str, str] = {
-    "json": "a line must be one JSON object",
-    "utf8": "a text must be UTF-8",
-    "surrogate": "a string must be Unicode text, without half of a surrogate pair",
-    "not_object": "a record must be a JSON object",
-    "missing_field": "a record must have the text field",
-    "not_text": "the text must be a string",
-    "too_long": "a record must not be larger than max_record_bytes",
-    "csv": "a row must be well-formed CSV",
-    "columns": "a row must have as many cells as the header",
-    "value": "a value must be one that Python has an object for",
-    "duplicate": "a record must have each field once",
-    "broken": "a file must be intact",
-}
-"""Why a record cannot be read, and the rule that it breaks, as an error message has it after the place."""
 
 BATCH_BYTES = 1 << 20
 """Texts and ids of a batch stay in the caches of a core: a tenth faster than 4 MiB (benchmarks/prepare.py)."""
@@ -103,7 +87,7 @@ class BadRecord:
     line: int
     """Counted from 0 at the first line, row or record of the piece."""
     reason: str
-    """A word to count by; where it cannot be read, one of `RULES`."""
+    """A word to count by; where it cannot be read, one of `reasons.REASONS`."""
     detail: str
     count: int = 1
     """How many are lost: of CSV, all lines from a quote that does not end."""

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from tokenmill.documents.units import RULES
-from tokenmill.encode import NOTES, WAYS_OUT
 from tokenmill.encode.files import spec_of_copy
 from tokenmill.encode.hub import local_spec
 from tokenmill.encode.tokenizer import Tokenizer
 from tokenmill.errors import TokenizerError
 from tokenmill.inspect.audit import MAX_ITEMS, Audit, audit, audit_blocks, end_tokens, num_items
+from tokenmill.reasons import NOTES, REASONS
 from tokenmill.store import ForeignOptions, Store, open_store
 from tokenmill.store.layout import TOKENIZER_FOLDER, is_ours, stores_below, token_keys
 from tokenmill.tables import as_json
@@ -159,7 +158,7 @@ def _reasons(skipped: Mapping[str, Any]) -> tuple[SkippedRecords, ...]:
             file=first.get(reason, {}).get("file"),
             line=first.get(reason, {}).get("line"),
             detail=str(first.get(reason, {}).get("detail", "")),
-            way_out=WAYS_OUT.get(reason, "mend the record or its file" if reason in RULES else ""),
+            way_out=REASONS[reason].way_out if reason in REASONS else "",
         )
         for reason, count in counts
     )

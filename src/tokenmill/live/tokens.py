@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from tokenmill.compiled import kernel
-from tokenmill.documents import RULES, read_unit
+from tokenmill.documents import read_unit
 from tokenmill.encode.tokenizer import Tokenizer, frame, token_dtype
 from tokenmill.errors import DocumentError, ResumeError
 from tokenmill.live.source import LiveOptions, Window, record_name
@@ -33,6 +33,7 @@ from tokenmill.packing.rows import unseen
 from tokenmill.plan.order import Shuffle
 from tokenmill.plan.permute import permute_all
 from tokenmill.plan.rows import EpochProgress
+from tokenmill.reasons import REASONS
 from tokenmill.types import NO_DOCUMENTS, Encoded, Fates, Int64Array, Spans, UnsignedArray
 
 BROKEN = "broken"
@@ -120,7 +121,8 @@ def _read_texts(
             where = record_name(pieces[record.piece], record.line)
             if options.on_error == "stop":
                 raise DocumentError(
-                    f"{where}: {RULES[record.reason]}, got {record.detail}; correct it, or say on_error='skip'"
+                    f"{where}: {REASONS[record.reason].rule}, got {record.detail}; "
+                    f"{REASONS[record.reason].way_out}, or skip it with on_error='skip'"
                 )
             if window.members(bad, 1).size:  # so that each is counted by one of the parts of its unit
                 skipped += [Skipped(reason=record.reason, place=where)] * record.count

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenmill.encode.engines import open_tokenizer
-from tokenmill.encode.recipe import RULES, load_recipe, open_encoder, record_keys
+from tokenmill.encode.recipe import load_recipe, open_encoder, record_keys
 from tokenmill.encode.recipe.encoder import Ragged
 from tokenmill.encode.tokenizer import frame, offsets_of
 from tokenmill.errors import ConfigError, TokenizerError
+from tokenmill.reasons import REASONS
 from tokenmill.types import TRAINING_TYPES
 
 PLAIN = {"sections": [{"field": "prompt", "action": "mask"}, {"field": "response", "action": "train"}]}
@@ -269,7 +270,7 @@ def test_records_that_cannot_be_encoded_are_refused_with_their_reason(encoder, s
         (5, "utf8", "a lone surrogate in 'x\\ud800'"),
         (6, "not_text", "field 'prompt' is a number"),
     ]
-    assert {each.reason for each in done.refused} <= set(RULES)
+    assert {each.reason for each in done.refused} <= set(REASONS)
     assert done.kept.tolist() == [3]
     assert shown(done, "sequence", "loss_mask", "documents") == ["^a[b$]"]
 
@@ -450,7 +451,7 @@ def test_groups_that_cannot_be_right_are_refused(encoder):
         (9, "not_text"),
     ]
     assert done.kept.tolist() == [10]
-    assert {each.reason for each in done.refused} <= set(RULES)
+    assert {each.reason for each in done.refused} <= set(REASONS)
 
 
 def test_an_empty_response_without_eos_gives_nothing_to_train_on(encoder):

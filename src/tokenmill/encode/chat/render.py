@@ -40,7 +40,7 @@ class Rendered:
     authored: tuple[Range, ...]
     """What the template wrote: control strings are control tokens there, and ordinary text elsewhere."""
     notes: tuple[str, ...] = ()
-    """Names of `encode.NOTES`: what the conversation has and the text lacks, such as tools or reasoning; that some
+    """Names of `reasons.NOTES`: what the conversation has and the text lacks, such as tools or reasoning; that some
     messages say whether they are trained on; and that messages are trained on that have nothing to say."""
     num_omitted: int = 0
     """Number of characters of contents that are not in the text, plus the number of tool calls that are not written

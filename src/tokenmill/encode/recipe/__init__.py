@@ -7,14 +7,11 @@
    canonical JSON, which says when two stores were made alike.
 """
 
-from tokenmill.encode import RULES, WAYS_OUT
 from tokenmill.encode.recipe.encoder import Reading, RecordEncoder, open_encoder, record_keys
 from tokenmill.encode.recipe.recipe import PRESETS, Recipe, load_recipe
 
 __all__ = [
     "PRESETS",
-    "RULES",
-    "WAYS_OUT",
     "Reading",
     "Recipe",
     "RecordEncoder",
