@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import tokenmill
 
 ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"
@@ -23,6 +26,22 @@ SCHEMAS = {
     ),
     "vendor.citation-file-format": [ROOT / "CITATION.cff"],
 }
+
+
+SPEC = importlib.util.spec_from_file_location("prose", ROOT / "tools" / "prose.py")
+prose = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(prose)
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    ROOT / "examples" / "README.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_use_plain_words_and_short_sentences(page):
+    assert list(prose.findings(page.read_text(encoding="utf-8"))) == []
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
@@ -64,6 +83,14 @@ def test_linters_have_one_version():
     pins = dict(re.findall(r"^(\w+)==([\d.]+)$", (ROOT / "requirements" / "test.txt").read_text(), re.MULTILINE))
     hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
     assert re.search(r"ruff-pre-commit\n\s+rev: v([\d.]+)", hooks)[1] == pins["ruff"]
+    spelling = re.search(r"run codespell==([\d.]+)$", WORKFLOWS[0].read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert re.search(r"codespell\n\s+rev: v([\d.]+)", hooks)[1] == spelling
+
+
+def test_the_version_to_cite_is_that_of_the_package():
+    cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    assert cited == tokenmill.__version__
+    assert re.search(rf"^## {re.escape(cited)} ", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_tested_versions_of_python_are_named_everywhere():
