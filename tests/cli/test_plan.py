@@ -239,7 +239,7 @@ def test_a_record_longer_than_a_row_stops_a_run_that_says_so(tokenmill, chats):
         "on_long replaces, got 'truncate_end' with on_long = 'stop'; remove split" in tokenmill("plan", chats).err
     )
     chats.write_text(text.replace(CHATS, 'on_long = "drop"\npacking = "concat"'), encoding="utf-8")
-    assert "on_long is for packing best_fit and padded" in tokenmill("plan", chats).err
+    assert "cannot be combined with packing = " in tokenmill("plan", chats).err
 
 
 @pytest.mark.parametrize("seq_len", [1, 7, 40, 128, 380])

@@ -1,5 +1,6 @@
 import pytest
 
+from tokenmill.config.combine import check_combinations
 from tokenmill.config.run import parse_config, read_tables
 from tokenmill.config.schedule import read_numbers
 from tokenmill.errors import ConfigError
@@ -189,7 +190,10 @@ def test_run_must_be_there():
         ({"seed": 2**63}, "run: seed must lie within 0 and"),
         ({"seed": -1}, "run: seed must lie within 0 and"),
         ({"seq_len": 10**12}, "run: seq_len must be at most"),
-        ({"on_long": "truncate_end", "packing": "concat"}, "on_long is for packing best_fit and padded"),
+        (
+            {"on_long": "truncate_end", "packing": "concat"},
+            "on_long = 'truncate_end' cannot be combined with packing = 'concat'",
+        ),
         ({"crop": "discard"}, "crop is for packing bos_best_fit, got 'discard' with 'best_fit'"),
     ],
 )
@@ -213,14 +217,14 @@ def test_the_length_of_an_eval_must_fit_the_multiple_of_segments():
 def test_labels_of_all_ranks_cannot_be_counted_of_live_text():
     live = {"name": "web", "documents": ["a.jsonl"], "tokenizer": "bytes", "live": True}
     with pytest.raises(
-        ConfigError, match=r"num_loss_tokens of run\.arrays needs the rows of all ranks, got live text"
+        ConfigError, match=r"num_loss_tokens cannot be combined with live text in 'web'; .*sum the labels"
     ):
-        _ = config(run=RUN | {"arrays": ["labels", "num_loss_tokens"]}, sources=[live]).resolved_stages
+        check_combinations(config(run=RUN | {"arrays": ["labels", "num_loss_tokens"]}, sources=[live]))
 
 
 def test_labels_cross_documents_with_concat_only():
-    with pytest.raises(ConfigError, match="cross_document_labels is for packing concat, got it with 'best_fit'"):
-        _ = config(run=RUN | {"cross_document_labels": True}).resolved_stages
+    with pytest.raises(ConfigError, match="cross_document_labels cannot be combined with packing = 'best_fit'"):
+        check_combinations(config(run=RUN | {"cross_document_labels": True}))
 
 
 @pytest.mark.parametrize(

@@ -273,8 +273,7 @@ def test_the_size_of_live_text_is_not_known(run_of):
     with pytest.raises(ConfigError) as caught:
         run.plan()
     assert str(caught.value) == (
-        "stage 'base': weights = \"tokens\" needs the size of all sources, got live text in 'live'; "
-        "give numbers, or leave out live = true"
+        "stage 'base': weights by size cannot be combined with live text in 'live'; write numbers"
     )
 
 

@@ -348,12 +348,15 @@ def test_what_is_not_known_beforehand_is_refused_with_the_way_out(make_run, open
             {"source": "lanes = 5"},
             "source 'web': lanes must divide the global_batch_size of every stage .* use 8, or",
         ),
-        ({"run": 'weigh_by = "tokens"'}, "stage 'one': weigh_by = \"tokens\" needs the tokens of a row counted"),
-        ({"two": "seed = 6"}, "stage 'two': seed must be that of \\[run\\] where live text is drawn, .* got 6"),
-        ({"two": 'shuffle = "none"'}, "stage 'two': shuffle must be that of \\[run\\] .* got 'none'; leave it out"),
+        (
+            {"run": 'weigh_by = "tokens"'},
+            "stage 'one': weigh_by = \"tokens\" cannot be combined with live text in 'web'",
+        ),
+        ({"two": "seed = 6"}, "stage 'two': seed of a stage cannot be combined with live text in 'web'"),
+        ({"two": 'shuffle = "none"'}, "stage 'two': shuffle of a stage cannot be combined with live text"),
         (
             {"rest": '[[quarantine]]\nsource = "web"\nfrom_step = 3\ndocuments = [1]'},
-            "quarantine of 'web': documents must have numbers, got some of live text",
+            "quarantine of 'web': documents of live text have no numbers",
         ),
     ],
 )

@@ -179,7 +179,7 @@ def test_live_text_is_refused(tmp_path):
         "run": {"steps": 2, "global_batch_size": 2, "seq_len": 8, "balance": "attention"},
         "sources": [{"name": "web", "documents": ["web.jsonl"], "tokenizer": "bytes", "live": True}],
     }
-    with pytest.raises(ConfigError, match="balance: rows must be known before they are dealt, got live text"):
+    with pytest.raises(ConfigError, match="balance cannot be combined with live text in"):
         Run.from_tables(tables, folder=tmp_path).plan()
 
 

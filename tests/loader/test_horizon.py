@@ -167,11 +167,11 @@ def test_a_state_of_another_horizon_is_refused(make_run):
         ({"horizon": 65}, "horizon must be from 1 to 64, got 65"),
         (
             {"horizon": 2, "cross_document_labels": True, "packing": "concat"},
-            "got horizon 2 with cross_doc",
+            "horizon cannot be combined with cross_document_labels",
         ),
     ],
 )
 def test_a_horizon_that_cannot_be_is_refused(make_run, keys, message):
     run = make_run()
     with pytest.raises(ConfigError, match=message):
-        replace(run.config.run, **keys)
+        replace(run, config=replace(run.config, run=replace(run.config.run, **keys))).plan()

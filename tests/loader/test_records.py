@@ -581,7 +581,7 @@ def test_sources_of_two_training_types_are_refused(write_records, make_run, tmp_
 @pytest.mark.parametrize("packing", ["concat", "bos_best_fit"])
 def test_records_are_not_packed(write_records, make_run, packing):
     write_records("pairs", random_records("dpo", 5))
-    with pytest.raises(ConfigError, match=rf"packing = '{packing}' cannot be combined with stores of dpo"):
+    with pytest.raises(ConfigError, match="packing cannot be combined with stores of dpo; remove packing"):
         make_run("pairs", packing=packing).plan()
     same = [make_run("pairs", packing=name).plan().fingerprint for name in ("best_fit", "padded")]
     assert same[0] == same[1]
@@ -591,7 +591,7 @@ def test_records_are_not_packed(write_records, make_run, packing):
 def test_what_records_do_not_have_is_refused_before_step_0(write_records, make_run, asked):
     write_records("pairs", random_records("dpo", 5))
     (key,) = asked
-    with pytest.raises(ConfigError, match=f"run: {key} cannot be combined with stores of dpo; remove it"):
+    with pytest.raises(ConfigError, match=f"{key} cannot be combined with stores of dpo; remove one"):
         make_run("pairs", **asked).plan()
 
 

@@ -173,8 +173,8 @@ def test_without_a_multiple_both_bounds_differ_by_padding_alone(make_run):
 @pytest.mark.parametrize(
     ("run_options", "multiple", "options", "message"),
     [
-        ({"packing": "concat"}, 4, {}, "is for whole rows of best_fit or padded, got packing = 'concat'"),
-        ({"packing": "bos_best_fit"}, 4, {}, "got packing = 'bos_best_fit'; leave one out"),
+        ({"packing": "concat"}, 4, {}, "segment_multiple cannot be combined with packing = 'concat'"),
+        ({"packing": "bos_best_fit"}, 4, {}, "segment_multiple cannot be combined with packing = 'bos_best_fit'"),
         (
             {"packing": "best_fit", "late_seq_len": 20},
             8,

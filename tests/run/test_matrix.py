@@ -322,12 +322,12 @@ def rejection(kind, packing, fate, seq_len):
     """Return what the error says of a combination that cannot be; None for one that can."""
     is_record = kind not in ("seq", "sft")
     if packing not in WHOLE and fate != "default":
-        return "on_long is for packing best_fit and padded"
+        return "on_long = .* cannot be combined with packing = "
     if packing not in WHOLE and is_record:
         return "cannot be combined with stores of"
     alone = is_record or packing == "padded"
     if fate == "split" and alone:
-        return "on_long = 'split' is for sequences packed as best_fit"
+        return "on_long = 'split' cannot be combined with"
     if seq_len == SHORT and (fate == "stop" or (fate == "default" and alone)):
         return "must have at most"
     return None
@@ -646,7 +646,7 @@ def test_old_keys_that_contradict_each_other_are_rejected(stores, split, on_long
 )
 def test_a_record_that_is_a_row_cannot_be_split(stores, kind, packing, message, level):
     tables = tables_at(level, kind, keys_of(packing, on_long="split"), {})
-    wanted = f"on_long = 'split' is for .*, got it with {message}.*; use truncate_end"
+    wanted = f"on_long = 'split' cannot be combined with {message}.*; use truncate_end"
     with pytest.raises(ConfigError, match=wanted):
         open_loader(tables, stores[0])
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tokenmill.config.schedule import Tokens, check_on_long, read_numbers, read_range, read_tokens
+from tokenmill.config.schedule import Tokens, long_documents, read_numbers, read_range, read_tokens
 from tokenmill.config.spelling import takes_old_keys
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.tables import Number, check_choice, check_fields, check_name, check_positive
@@ -122,7 +122,7 @@ class EvalConfig:
         where = f"eval {self.name!r}"
         check_name("evals.name", self.name)
         check_choice(where, "packing", self.packing, WHOLE_PACKINGS)
-        check_on_long(where, self.on_long, self.packing)
+        long_documents(where, self.on_long, self.packing)
         for key in ("seq_len", "rows", "every"):
             if getattr(self, key) is not None:
                 check_positive(where, key, getattr(self, key))

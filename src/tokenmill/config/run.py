@@ -33,11 +33,11 @@ from tokenmill.config.schedule import (
     Tokens,
     agreed,
     check_multiple,
-    check_on_long,
     check_packing,
     check_sizes,
     check_weighing,
     limits,
+    long_documents,
     read_tokens,
     wind_clock,
 )
@@ -154,11 +154,6 @@ class RunConfig:
             )
         _check_balance(self.balance)
         check_positive("run", "segment_multiple", self.segment_multiple)
-        if self.horizon > 1 and self.cross_document_labels:
-            raise ConfigError(
-                f"run: labels beyond the next token end with their document, got horizon {self.horizon} with "
-                "cross_document_labels; leave one of the two out"
-            )
         if self.steps is not None:
             check_positive("run", "steps", self.steps)
         if self.tokens is not None:
@@ -168,7 +163,7 @@ class RunConfig:
         check_sizes("run", self.global_batch_size, self.seq_len)
         check_seed("run", self.seed)
         check_packing("run", self.packing, self.crop)
-        check_on_long("run", self.on_long, self.packing)
+        long_documents("run", self.on_long, self.packing)
         check_choice("run", "shuffle", self.shuffle, SHUFFLES)
         check_weighing("run", self.temperature, self.weigh_by)
         check_choice("run", "positions", self.positions, POSITIONS)
@@ -458,9 +453,7 @@ class Config:
         stages = self._written_stages
         check_order([(stage.name, stage.start_step) for stage in stages], self.steps)
         ends = [*(stage.start_step for stage in stages[1:]), self.steps]
-        resolved = tuple(self._resolve(stage, end) for stage, end in zip(stages, ends, strict=True))
-        _check_live(self, resolved)
-        return resolved
+        return tuple(self._resolve(stage, end) for stage, end in zip(stages, ends, strict=True))
 
     def _weights(self, stage: StageConfig) -> tuple[Mapping[str, Number], Sizes | None]:
         """Return the weights of a stage, and what of each source they are multiplied by, if anything."""
@@ -496,7 +489,7 @@ class Config:
         return weights, sizes
 
     def _resolve(self, stage: StageConfig, end_step: int) -> ResolvedStage:
-        run, where = self.run, f"stage {stage.name!r}"
+        run = self.run
         weights, sizes = self._weights(stage)
         inherited = {
             name: getattr(run if getattr(stage, name) is None else stage, name)
@@ -505,7 +498,7 @@ class Config:
         packing, on_long = inherited["packing"], stage.on_long
         if on_long is None or (on_long == "cut" and run.on_long in ("truncate_start", "truncate_end")):
             on_long = run.on_long if packing in WHOLE_PACKINGS else None
-        resolved = ResolvedStage(
+        return ResolvedStage(
             name=stage.name,
             start_step=stage.start_step,
             end_step=end_step,
@@ -521,34 +514,6 @@ class Config:
             ramp_from=stage.ramp_from,
             **inherited,
         )
-        if run.segment_multiple > 1:
-            self._check_multiple(resolved)
-        if run.balance is not None and any(s.live and s.name in resolved.sources for s in self.sources):
-            raise ConfigError(
-                "balance: rows must be known before they are dealt, got live text, whose rows are made as they are "
-                "drawn; leave out balance, or live = true"
-            )
-        if run.cross_document_labels and packing != "concat":
-            raise ConfigError(
-                f"{where}: cross_document_labels is for packing concat, got it with {packing!r}; "
-                "leave it out, or use packing = concat"
-            )
-        return resolved
-
-    def _check_multiple(self, stage: ResolvedStage) -> None:
-        """Refuse segments that cannot be filled up to a multiple."""
-        where = f"stage {stage.name!r}"
-        if stage.packing not in WHOLE_PACKINGS or self.run.pad_to == "batch":
-            got = f"packing = {stage.packing!r}" if self.run.pad_to == "row" else 'pad_to = "batch"'
-            raise ConfigError(
-                f"{where}: segment_multiple is for whole rows of best_fit or padded, got {got}; leave one out"
-            )
-        check_multiple(where, stage.seq_len, self.run.segment_multiple)
-        live = [source.name for source in self.sources if source.live and source.name in stage.sources]
-        if live:
-            raise ConfigError(
-                f"{where}: segment_multiple is for stores, got live text in {live[0]!r}; leave out live = true"
-            )
 
     def num_lanes(self, source: SourceConfig) -> int:
         """Return how many streams a source of live text has: its `lanes`, or the most that divide every batch."""
@@ -709,7 +674,13 @@ def _check_edits(config: Config) -> None:
         end = last
     if sum(last - first for first, last in ranges) >= steps:
         raise ConfigError(f"skip: a run must train on some step, got all {steps} skipped; shorten it")
+    live = [source.name for source in config.sources if source.live]
     for edit in config.quarantine:
+        if edit.source in live and not edit.whole:
+            raise ConfigError(
+                f"quarantine of {edit.source!r}: documents of live text have no numbers; quarantine the whole "
+                "source, or remove live = true"
+            )
         if edit.source not in config.source_names:
             raise ConfigError(
                 f"quarantine: source must be one of the run's, got {edit.source!r}; "
@@ -742,40 +713,3 @@ def _check_with_epochs(config: Config) -> None:
                 f"run: epochs reads every source {epochs:g} times, got {name!r} that may be read {limit:g} "
                 "times; leave out max_epochs and on_exhausted of it, or say steps"
             )
-
-
-def _check_live(config: Config, stages: Sequence[ResolvedStage]) -> None:
-    """Refuse what needs the rows of a source to be known beforehand, where a stage draws from live text."""
-    live = [source.name for source in config.sources if source.live]
-    for edit in config.quarantine:
-        if edit.source in live and not edit.whole:
-            raise ConfigError(
-                f"quarantine of {edit.source!r}: documents must have numbers, got some of live text, which has "
-                "none; quarantine the whole source, or leave out live = true"
-            )
-    for stage in stages:
-        where = f"stage {stage.name!r}"
-        drawn = [name for name in live if name in stage.sources]
-        if not drawn:
-            continue
-        if "num_loss_tokens" in config.run.arrays:
-            raise ConfigError(
-                f"{where}: num_loss_tokens of run.arrays needs the rows of all ranks, got live text in "
-                f"{drawn[0]!r}; leave it out, and sum the labels of all ranks"
-            )
-        if stage.sizes:
-            raise ConfigError(
-                f'{where}: weights = "{stage.sizes}" needs the size of all sources, got live text in {drawn[0]!r}; '
-                "give numbers, or leave out live = true"
-            )
-        if stage.weigh_by == "tokens":
-            raise ConfigError(
-                f'{where}: weigh_by = "tokens" needs the tokens of a row counted, got live text in {drawn[0]!r}; '
-                "weigh by rows, or leave out live = true"
-            )
-        for key in ("seed", "shuffle"):
-            if getattr(stage, key) != getattr(config.run, key):
-                raise ConfigError(
-                    f"{where}: {key} must be that of [run] where live text is drawn, as its lanes go through an "
-                    f"epoch at their own pace, got {getattr(stage, key)!r}; leave it out"
-                )

@@ -202,7 +202,8 @@ class StageConfig:
         for key in ("ramp_steps", "ramp_tokens", "ramp_from") if self.ramp is None else ():
             if getattr(self, key) is not None:
                 raise ConfigError(f'{where}: {key} is for a ramp, got no ramp; add ramp = "linear" or "cosine"')
-        check_on_long(where, self.on_long, self.packing)
+        if self.on_long is not None:
+            long_documents(where, self.on_long, self.packing or "best_fit")
         if self.shuffle is not None:
             check_choice(where, "shuffle", self.shuffle, SHUFFLES)
         check_weighing(where, self.temperature, self.weigh_by)
@@ -244,7 +245,7 @@ class ResolvedStage:
     def __post_init__(self) -> None:
         where = f"stage {self.name!r}"
         check_packing(where, self.packing, self.crop)
-        check_on_long(where, self.on_long, self.packing)
+        long_documents(where, self.on_long, self.packing)
         if self.ramp_steps > self.end_step - self.start_step:
             raise ConfigError(
                 f"{where}: ramp_steps must be at most the {self.end_step - self.start_step} steps of the stage, "
@@ -305,39 +306,29 @@ def check_weighing(where: str, temperature: float | None, weigh_by: str | None) 
         check_choice(where, "weigh_by", weigh_by, WEIGHINGS)
 
 
-def check_on_long(where: str, on_long: str | None, packing: str | None) -> None:
-    """Reject an `on_long` that a packing cannot do; None is a packing that is not known yet."""
+def long_documents(where: str, on_long: str | None, packing: str, kind: str | None = None) -> str:
+    """Return what becomes of documents longer than a row, in the words of `Policy.split`.
+
+    This is the one rule of `on_long`, for runs, stages and evals. Without a value, documents are split, but records
+    that are rows stop the run: those of `padded`, and pairs and groups, whose training type is `kind`.
+    """
     if on_long is None or on_long == "allow":
-        return
+        return "allow"
     if on_long not in OLD_ON_LONG:
         check_choice(where, "on_long", on_long, ON_LONG)
-    if packing is not None and packing not in WHOLE_PACKINGS:
+    if packing not in WHOLE_PACKINGS:
         raise ConfigError(
-            f"{where}: on_long is for packing best_fit and padded, which keep documents whole, got {on_long!r} "
-            f"with {packing!r}; leave it out"
+            f"{where}: on_long = {on_long!r} cannot be combined with packing = {packing!r}, which cuts documents "
+            "at any token; remove it"
         )
-    if packing == "padded":
-        check_alone(where, on_long, "packing = 'padded'")
-
-
-def check_alone(where: str, on_long: str | None, rows: str) -> None:
-    """Reject `on_long = "split"` where a row holds one record, which cannot continue in another."""
-    if on_long == "split":
+    is_row = kind is not None or packing == "padded"
+    on_long = OLD_ON_LONG[on_long][is_row] if on_long in OLD_ON_LONG else on_long
+    if on_long == "split" and is_row:
+        rows = f"stores of {kind}" if kind else f"packing = {packing!r}"
         raise ConfigError(
-            f"{where}: on_long = 'split' is for sequences packed as best_fit, got it with {rows}, where a row "
-            "is one record; use truncate_end, truncate_start, drop or stop"
+            f"{where}: on_long = 'split' cannot be combined with {rows}, because a record is one row; use "
+            "truncate_end, truncate_start, drop or stop"
         )
-
-
-def long_documents(on_long: str | None, packing: str) -> str:
-    """Return what becomes of documents longer than a row under a packing, in the words of `Policy.split`.
-
-    The default is to split them, and under padded, as of pairs and groups, to stop.
-    """
-    if on_long in (None, "allow") or packing not in WHOLE_PACKINGS:
-        return "allow"
-    if on_long in OLD_ON_LONG:
-        on_long = OLD_ON_LONG[on_long][packing == "padded"]
     return {"split": "allow", "stop": "forbid"}.get(on_long, on_long)
 
 

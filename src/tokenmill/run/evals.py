@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tokenmill.config.evals import EvalConfig, EvalSource
-from tokenmill.config.schedule import check_alone, check_multiple, long_documents, read_tokens
+from tokenmill.config.schedule import check_multiple, long_documents, read_tokens
 from tokenmill.errors import ConfigError, nearest
 from tokenmill.loader import Layout, Loader, LoaderOptions, RankSlice, usual_arrays
 from tokenmill.loader.layout import find_layout
@@ -158,15 +158,12 @@ class Eval:
 
     def _packing(self, store: Store) -> str:
         """Return how documents of a store become rows: pairs and groups are never packed."""
-        kind = store.manifest.kind
-        if kind not in RECORD_TYPES:
-            return self.config.packing
-        check_alone(f"eval {self.name!r}", self.config.on_long, f"stores of {kind}")
-        return "padded"
+        return "padded" if store.manifest.kind in RECORD_TYPES else self.config.packing
 
     def _split(self, store: Store) -> str:
         """Return the fate of documents of a store that are longer than a row."""
-        return long_documents(self.config.on_long, self._packing(store))
+        kind = store.manifest.kind if store.manifest.kind in RECORD_TYPES else None
+        return long_documents(f"eval {self.name!r}", self.config.on_long, self._packing(store), kind)
 
     def long_records(self) -> Iterator[str]:
         """Yield what becomes of conversations, pairs and groups that do not fit a row."""

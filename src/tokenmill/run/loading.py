@@ -7,11 +7,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from tokenmill.config.combine import check_combinations
 from tokenmill.config.run import DEFAULT_ARRAYS, RunConfig
 from tokenmill.errors import ConfigError
 from tokenmill.loader import Layout, Loader, LoaderOptions, RankSlice, usual_arrays
 from tokenmill.run.history import PlanRecord, explain, read_plan, record
-from tokenmill.run.specs import check_padding
 from tokenmill.types import MASK_KEYS, RECORD_TYPES
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def open_loader(run: Run, layout: Layout, micro_batch: int, options: LoaderOptio
     """Return the loader of one rank. The first rank records the plan and logs what becomes of long records."""
     plan = run.plan()
     if options.pad_to != run.config.run.pad_to:
-        check_padding(run.config, run.sources, options.pad_to)
+        check_combinations(run.config, is_open=True, records=run.sources.record_kind, pad_to=options.pad_to)
     check_columns(options.columns, options.arrays, run.stores)
     if layout.leads:
         if run.records_plans:

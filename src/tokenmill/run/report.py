@@ -549,7 +549,7 @@ def _cropped(stage: ResolvedStage, rows: StoredRows, records: str, *, count: boo
 
 def _longer(stage: ResolvedStage, rows: StoredRows, records: str, packing: str, *, count: bool) -> str | None:
     """Say how many records are longer than a row of `best_fit` or `padded`, and what they lose."""
-    split = long_documents(stage.on_long, packing)
+    split = long_documents(f"stage {stage.name!r}", stage.on_long, packing)
     if count:
         # A row of a sequence has one token more, the last label.
         room = stage.seq_len + (rows.store.manifest.kind not in RECORD_TYPES)

@@ -208,7 +208,7 @@ class Sources:
         options = LiveOptions(
             seq_len=run.seq_len,
             packing=run.packing,
-            split=long_documents(run.on_long, run.packing),
+            split=long_documents("run", run.on_long, run.packing),
             crop=run.crop,
             seed=key64(run.seed, "live", source.name) >> 1,  # or sources of one size would be read in one order
             shuffle=run.shuffle != "none",

@@ -14,8 +14,9 @@ from math import ceil, inf
 
 import numpy as np
 
+from tokenmill.config.combine import check_combinations
 from tokenmill.config.run import Config
-from tokenmill.config.schedule import ResolvedStage, check_alone, limits, long_documents
+from tokenmill.config.schedule import ResolvedStage, limits, long_documents
 from tokenmill.errors import ConfigError
 from tokenmill.packing import Policy
 from tokenmill.plan.compile import compile_plan
@@ -26,7 +27,7 @@ from tokenmill.plan.rows import Rows
 from tokenmill.plan.stages import Ramp, StageSpec, Weights
 from tokenmill.run.sources import Sources
 from tokenmill.tables import Number
-from tokenmill.types import NO_DOCUMENTS, WHOLE_PACKINGS, Int64Array
+from tokenmill.types import NO_DOCUMENTS, Int64Array
 
 _DIGITS = 12
 """Digits of a weight raised to a power, because further digits depend on the machine."""
@@ -34,10 +35,6 @@ _DIGITS = 12
 
 def compile_run(config: Config, sources: Sources) -> Plan:
     """Compile the plan of a config, and check it. No token is read."""
-    kind = sources.record_kind
-    if kind is not None:
-        _check_for_records(config, kind)
-    check_padding(config, sources, config.run.pad_to)
     errors, stops = limits(config)
     run = config.run
     horizon = {"horizon": f"{run.horizon} within the row"} if run.horizon > 1 else {}
@@ -53,6 +50,8 @@ def compile_run(config: Config, sources: Sources) -> Plan:
 
 def stage_specs(config: Config, sources: Sources) -> Iterator[StageSpec]:
     """Yield the parts of all stages in order, each with the rows of its sources."""
+    check_combinations(config)  # before documents are prepared and stores are opened
+    check_combinations(config, is_open=True, records=sources.record_kind)
     number, last = 0, dict[str, Number | Fraction]()
     before: Weights = {}
     held_out = config.held_out(sources.folder)
@@ -114,10 +113,10 @@ def _edges(config: Config) -> list[int]:
 
 def stage_rows(sources: Sources, name: str, stage: ResolvedStage, excluded: Int64Array = NO_DOCUMENTS) -> Rows:
     """Return the rows of a source in a stage, without the `excluded` documents."""
-    packing = stage_packing(sources, stage)
+    packing, kind = stage_packing(sources, stage), sources.record_kind
     policy = Policy(
         name=packing,
-        split=long_documents(stage.on_long, packing),
+        split=long_documents(f"stage {stage.name!r}", stage.on_long, packing, kind),
         crop=stage.crop,
         multiple=sources.config.run.segment_multiple,
     )
@@ -128,16 +127,7 @@ def stage_rows(sources: Sources, name: str, stage: ResolvedStage, excluded: Int6
 
 def stage_packing(sources: Sources, stage: ResolvedStage) -> str:
     """Return the packing of a stage. Pairs and groups are rows already, so they are padded."""
-    kind = sources.record_kind
-    if kind is None:
-        return stage.packing
-    if stage.packing not in WHOLE_PACKINGS:
-        raise ConfigError(
-            f"stage {stage.name!r}: packing = {stage.packing!r} cannot be combined with stores of {kind}, because "
-            "a record is a row; remove packing"
-        )
-    check_alone(f"stage {stage.name!r}", stage.on_long, f"stores of {kind}")
-    return "padded"
+    return stage.packing if sources.record_kind is None else "padded"
 
 
 # Weights
@@ -253,41 +243,3 @@ def count_epochs(config: Config, sources: Sources, epochs: Number) -> tuple[Epoc
     run = replace(one_step, steps=steps, weights=rows if len(rows) > 1 else None)
     count = EpochCount(epochs=epochs, rows=sum(rows.values()), filled=steps * batch - wanted)
     return count, replace(config, run=run)
-
-
-# Checks that need the kind of the stores
-
-
-def _check_for_records(config: Config, kind: str) -> None:
-    """Reject keys that only rows of sequences have, for stores of pairs or groups."""
-    run = config.run
-    if config.says_tokens:
-        raise ConfigError(
-            f"run: tokens cannot be counted for stores of {kind}, because their rows have several arrays; use steps"
-        )
-    for key, is_set in (
-        ("horizon", run.horizon > 1),
-        ("balance", run.balance is not None),
-        ("segment_multiple", run.segment_multiple > 1),
-    ):
-        if is_set:
-            raise ConfigError(f"run: {key} cannot be combined with stores of {kind}; remove it")
-
-
-def check_padding(config: Config, sources: Sources, pad_to: str) -> None:
-    """Reject `pad_to = "batch"` for rows that are full, or whose lengths are unknown."""
-    multiple = config.run.segment_multiple
-    for stage in config.resolved_stages if pad_to == "batch" else ():
-        packing = stage_packing(sources, stage)
-        if live := [name for name in stage.sources if name in sources.live]:
-            other = f"live text in {live[0]!r}"
-        elif packing != "padded":
-            other = f"packing = {packing!r}, whose rows are full"
-        elif multiple > 1:
-            other = f"segment_multiple = {multiple}"
-        else:
-            continue
-        raise ConfigError(
-            f'stage {stage.name!r}: pad_to = "batch" cannot be combined with {other}; remove pad_to, or use '
-            'packing = "padded"'
-        )
