@@ -51,6 +51,7 @@ from typing import Any
 
 import prepare
 from tokenmill.build.tasks import ONE_CORE
+from tokenmill.loader import LoaderOptions
 
 ROOT = Path(__file__).parents[1]
 SEQ_LEN, ROW_GROUP, FILES = 2048, 1024, 5
@@ -355,8 +356,7 @@ def plain(folder: Path, tokenizer: str, rows: int, _limit: float) -> dict[str, f
             steps=1 << 40,
             global_batch_size=rows,
             micro_batch=rows,
-            threads=2,
-            arrays=("input_ids", "labels"),
+            options=LoaderOptions(threads=2, arrays=("input_ids", "labels")),
         )
 
     warm = loader()  # loads the kernels

@@ -28,7 +28,7 @@ import pytest
 import tokenmill as tm
 from tokenmill.demo import TOKENIZER_DIR
 from tokenmill.live import LiveLoader, LiveOptions, open_live
-from tokenmill.loader import batch_digest, row_digests
+from tokenmill.loader import LoaderOptions, batch_digest, row_digests
 
 GOLDEN = Path(__file__).parent / "golden" / "frozen.json"
 
@@ -512,7 +512,7 @@ def draw_run(folder: Path, name: str) -> dict[str, Any]:
 def draw_live(folder: Path, name: str) -> dict[str, Any]:
     files, options = LIVES[name]
     source = open_live([folder / "live" / files], tokenizer="bytes", options=LiveOptions(**options))
-    loader = LiveLoader(source, steps=60, global_batch_size=8, micro_batch=4, arrays=OF_LIVE)
+    loader = LiveLoader(source, steps=60, global_batch_size=8, micro_batch=4, options=LoaderOptions(arrays=OF_LIVE))
     drawn = Drawn()
     for batch in loader:
         drawn.add(batch)

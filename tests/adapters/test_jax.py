@@ -15,6 +15,7 @@ import pytest
 from tokenmill.adapters.jax import JaxLoader, optax_schedule
 from tokenmill.errors import ConfigError, ResumeError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
+from tokenmill.loader import LoaderOptions
 
 STEPS, BATCH, SEQ_LEN, VOCAB = 6, 8, 16, 60
 
@@ -67,7 +68,8 @@ def test_live_text_resumes_as_well(tmp_path):
 
     def batches():
         source = open_live(tmp_path / "a.jsonl", tokenizer="bytes", options=LiveOptions(seq_len=SEQ_LEN))
-        return JaxLoader(LiveLoader(source, steps=4, global_batch_size=BATCH, micro_batch=4, threads=0))
+        options = LoaderOptions(threads=0)
+        return JaxLoader(LiveLoader(source, steps=4, global_batch_size=BATCH, micro_batch=4, options=options))
 
     straight = batches()
     for _ in range(4):

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tokenmill.adapters.lightning import RunData
 from tokenmill.errors import ConfigError, ResumeError, StoreMissingError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
+from tokenmill.loader import LoaderOptions
 
 # What Lightning says of a small machine, and of its own use of torch.
 pytestmark = [
@@ -187,7 +188,7 @@ def test_live_text_is_given_by_a_function_and_resumes_as_well(tmp_path):
     def loader(rank, world_size):
         source = open_live(tmp_path / "a.jsonl", tokenizer="bytes", options=LiveOptions(seq_len=SEQ_LEN))
         share = {"rank": rank, "world_size": world_size, "micro_batch": 2}
-        return LiveLoader(source, steps=4, global_batch_size=BATCH, threads=0, **share)
+        return LiveLoader(source, steps=4, global_batch_size=BATCH, options=LoaderOptions(threads=0), **share)
 
     _, straight = trained(tmp_path / "out", RunData(loader), model=Bigrams(260))
     _, resumed = trained(
@@ -239,7 +240,7 @@ run = Run.from_toml(folder / "run.toml")
 def live(rank, world_size):
     source = open_live(folder / "a.jsonl", tokenizer="bytes", options=LiveOptions(seq_len=SEQ_LEN))
     share = {"rank": rank, "world_size": world_size, "micro_batch": 1}
-    return LiveLoader(source, steps=3, global_batch_size=BATCH, threads=0, **share)
+    return LiveLoader(source, steps=3, global_batch_size=BATCH, options=LoaderOptions(threads=0), **share)
 
 def train(name, data, resume=None, **options):
     options = {"devices": 2, "strategy": "ddp", **options}

@@ -18,6 +18,7 @@ from tokenmill.adapters.torch import lr_scheduler, to_torch
 from tokenmill.adapters.transformers import LoaderTrainer, TrainData, to_transformers
 from tokenmill.errors import ConfigError, ResumeError, StoreMissingError
 from tokenmill.live import LiveLoader, LiveOptions, open_live
+from tokenmill.loader import LoaderOptions
 
 # What transformers and accelerate say of themselves on a machine without an accelerator.
 pytestmark = [pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")]
@@ -176,7 +177,7 @@ def test_live_text_resumes_as_well(tmp_path):
 
     def loader():
         source = open_live(tmp_path / "a.jsonl", tokenizer="bytes", options=LiveOptions(seq_len=SEQ_LEN))
-        return LiveLoader(source, steps=4, global_batch_size=BATCH, micro_batch=2, threads=0)
+        return LiveLoader(source, steps=4, global_batch_size=BATCH, micro_batch=2, options=LoaderOptions(threads=0))
 
     straight = trained(tmp_path / "out", loader(), model=tiny_model(vocab_size=260), save_steps=3)
     resumed = trained(
@@ -363,7 +364,9 @@ def trained_by_rank(folder):
     def live(args):
         source = open_live(folder / "a.jsonl", tokenizer="bytes", options=LiveOptions(seq_len=SEQ_LEN))
         place = {"rank": args.process_index, "world_size": args.world_size}
-        return LiveLoader(source, steps=3, global_batch_size=BATCH, micro_batch=1, threads=0, **place)
+        return LiveLoader(
+            source, steps=3, global_batch_size=BATCH, micro_batch=1, options=LoaderOptions(threads=0), **place
+        )
 
     train("two", run)
     train("two-again", run, resume="two/checkpoint-3")

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tokenmill.live import LiveLoader, LiveOptions, open_live
-from tokenmill.loader import IGNORE
+from tokenmill.loader import IGNORE, LoaderOptions
 from tokenmill.loader.kernels import SPAN_COLUMNS, copy_rows
 
 ALL = ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask", "cu_seqlens", "max_seqlen")
@@ -159,7 +159,9 @@ def make_loader(request):
     """Make loaders that are closed when the test ends."""
 
     def make(source, **options):
-        loader = LiveLoader(source, **{"steps": 10, "global_batch_size": 4, "arrays": ALL, **options})
+        own = {name: options.pop(name) for name in ("threads", "ahead", "arrays", "timeout") if name in options}
+        options = {"steps": 10, "global_batch_size": 4, **options}
+        loader = LiveLoader(source, **options, options=LoaderOptions(**{"arrays": ALL, **own}))
         request.addfinalizer(loader.close)
         return loader
 

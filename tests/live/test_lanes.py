@@ -43,7 +43,7 @@ def test_the_ranks_together_draw_every_lane_in_the_order_of_the_rows(
     drawn = []
     for rank in range(world_size):
         shape = {"global_batch_size": lanes * rows_per_lane, "world_size": world_size, "micro_batch": micro_batch}
-        loader = LiveLoader(source, steps=1, rank=rank, threads=0, **shape)
+        loader = LiveLoader(source, steps=1, rank=rank, options=LoaderOptions(threads=0), **shape)
         draw = loader.text.draw
         loader.text.draw = lambda numbers, *rest, draw=draw: (drawn.extend(numbers), draw(numbers, *rest))[1]
         own = len(drawn)

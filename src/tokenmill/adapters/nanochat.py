@@ -26,7 +26,7 @@ from tokenmill.live import ForeignTokenizer, LiveLoader, LiveOptions, open_live
 from tokenmill.live import merge_states as merge_live
 from tokenmill.live.lanes import LaneWindow, WindowRequest, find_window
 from tokenmill.live.source import NanochatTokenizer
-from tokenmill.loader import IGNORE
+from tokenmill.loader import IGNORE, LoaderOptions
 from tokenmill.loader.state import DrawnRows, LanePosition, live_json
 
 if TYPE_CHECKING:
@@ -208,8 +208,7 @@ class _Stream:
             rank=rank if split == "train" else 0,
             world_size=world_size if split == "train" else 1,
             micro_batch=shape[0],
-            threads=threads,
-            arrays=("input_ids", "labels", "doc_ids"),
+            options=LoaderOptions(threads=threads, arrays=("input_ids", "labels", "doc_ids")),
         )
         self.loader.announces = False
         if split == "train" and rank == 0:

@@ -34,7 +34,6 @@ from tokenmill.packing.packers import Policy
 from tokenmill.plan.compile import compile_plan
 from tokenmill.plan.order import Shuffle
 from tokenmill.plan.stages import StageSpec
-from tokenmill.tables import names_of
 from tokenmill.types import Int64Array
 
 LONGEST_JOIN_SECONDS = 5.0
@@ -187,8 +186,8 @@ class WindowThreads:
                 task.cancelled = True
                 where = task.where or self._last_where or f"lane {task.request.lane}"
                 raise DocumentError(
-                    f"{where}: no progress in reading and tokenizing for {quiet:.1f} s (timeout {self._timeout:g} s)"
-                    "; check its disk or network, or raise timeout"
+                    f"{where}: no progress in reading and tokenizing for {quiet:.1f} s "
+                    f"(timeout {self._timeout:g} s); check its disk or network, or raise timeout"
                 )
         if task.error is not None:
             raise task.error
@@ -539,7 +538,7 @@ class LiveLoader(Loader):
     Its states go by files, tokenizer and options: with the same lanes, they may be resumed with another batch.
     """
 
-    def __init__(  # noqa: PLR0913 - all that a config says of such a run
+    def __init__(
         self,
         source: LiveSource,
         *,
@@ -548,32 +547,28 @@ class LiveLoader(Loader):
         rank: int = 0,
         world_size: int = 1,
         micro_batch: int = 1,
-        threads: int = 1,
-        ahead: int | None = None,
-        arrays: tuple[str, ...] = ("input_ids", "labels", "position_ids", "doc_ids"),
-        timeout: float = 30.0,
+        options: LoaderOptions | None = None,
         epochs: int | None = None,
     ) -> None:
-        """Make a plan of `steps`, each of `global_batch_size` rows over all ranks; epochs are refused."""
+        """Make a plan of `steps` with `global_batch_size` rows each, over all ranks; `epochs` raises an error."""
         if epochs is not None:
             raise ConfigError(
-                f"epochs: must be left out for live text, got {epochs}: no rank knows how many rows the lanes "
-                "of the others have, so it could not end where they end; say steps, or give the documents and the "
-                "tokenizer as a source of a run, which prepares them once (eager)"
+                f"epochs = {epochs} cannot be combined with live text, because no rank knows the rows of the "
+                "others; pass steps, or make the documents a source of a run, which prepares them once (eager)"
             )
         if steps < 1 or global_batch_size < 1:
             raise ConfigError(
                 f"loader: steps and global_batch_size must be at least 1, got {steps} and {global_batch_size}; "
                 "raise them"
             )
-        options = source.options
-        rows = LiveRows(source=source, lanes=options.lanes or global_batch_size, format=options.format)
+        live = source.options
+        rows = LiveRows(source=source, lanes=live.lanes or global_batch_size, format=live.format)
         stage = StageSpec(
             name="live",
             start_step=0,
             global_batch_size=global_batch_size,
-            seq_len=options.seq_len,
-            seed=options.seed,
+            seq_len=live.seq_len,
+            seed=live.seed,
             shuffle=Shuffle(),
             weights={"text": 1},
             rows={"text": rows},
@@ -583,7 +578,7 @@ class LiveLoader(Loader):
         super().__init__(
             compile_plan([stage], sources=("text",), steps=steps),
             RankSlice(layout=Layout(dp=(rank, world_size)), micro_batch=micro_batch),
-            LoaderOptions(arrays=names_of("arrays", arrays), threads=threads, ahead=ahead, timeout=timeout),
+            options or LoaderOptions(),
         )
 
     @property

@@ -24,7 +24,7 @@ from tokenmill.config.dialects import hub_name
 from tokenmill.errors import ConfigError, PlanError, ResumeError, StoreMissingError
 from tokenmill.fingerprint import digest
 from tokenmill.live import LiveLoader, LiveOptions, open_live
-from tokenmill.loader import IGNORE
+from tokenmill.loader import IGNORE, LoaderOptions
 from tokenmill.loader.buffers import BufferPool
 from tokenmill.packing.stored import LOSS_MASK
 from tokenmill.store import Store, open_store
@@ -442,8 +442,7 @@ class StreamingHuggingFaceDataset(IterableDataset[Sample]):
             global_batch_size=self.lanes,
             rank=self.rank,
             world_size=self.world_size,
-            threads=self.threads,
-            arrays=arrays,
+            options=LoaderOptions(threads=self.threads, arrays=arrays),
         )
         loader.announces = False
         return loader
