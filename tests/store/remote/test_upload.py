@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
+from tests.fault_proxy import Faults, fault_proxy
 from tests.object_server import SECRET_KEY
 
-from tokenmill.errors import ConfigError, StoreCorruptError, StoreExistsError, StoreMissingError
+from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreExistsError, StoreMissingError
 from tokenmill.store import open_store
 from tokenmill.store.layout import MANIFEST
 from tokenmill.store.remote.client import Client, parse_address
@@ -160,3 +164,58 @@ def test_no_secret_is_in_what_an_upload_says_or_leaves(make_store, tmp_path, obj
     texts += [body.decode("latin-1") for body in (*objects_of(place).values(), *files_of(tmp_path).values())]
     out, err = capfd.readouterr()
     assert not [text for text in (*texts, out, err, caplog.text) if SECRET_KEY in text]
+
+
+def test_a_server_that_compares_checksums_is_not_read_back(make_store, tmp_path, object_server):
+    path, *_ = make_store("web", [3000] * 200)
+    faults = Faults(only="")
+    with fault_proxy(object_server.endpoint, faults) as endpoint:
+        place = object_server.address(f"trusted/{tmp_path.name}", endpoint)
+        report = upload(path, place, read_back=False)
+    assert not report.read_back
+    assert [each for each in faults.ranges if "manifest" not in each[0]] == []
+    assert objects_of(place.replace(endpoint, object_server.endpoint)) == files_of(path)
+    with pytest.raises(ConfigError, match=r"file:// has no checksums of uploads; leave it out"):
+        upload(path, f"file://{tmp_path}/away", read_back=False)
+
+
+def test_a_server_that_compares_checksums_rejects_bytes_that_changed_on_the_way(tmp_path, object_server):
+    """The guarantee on which `read_back=False` relies, of the server of these tests."""
+    with changing_proxy(object_server.endpoint, b"NEEDLE", b"NEEDLX") as endpoint:
+        address = object_server.address(f"changed/{tmp_path.name}", endpoint)
+        Client(parse_address(address)).put("a", b"a NEEDLE that is changed")
+        assert Client(parse_address(address)).get("a") == b"a NEEDLX that is changed"
+        with pytest.raises(StoreError, match=r"cannot be written: status 400"):
+            Client(parse_address(address), checksums=True).put("b", b"a NEEDLE that is changed")
+
+
+@contextmanager
+def changing_proxy(endpoint, old, new):
+    """Run a proxy that changes bytes of what clients send, for the length of a `with` block."""
+    host, _, port = endpoint.rpartition("//")[2].partition(":")
+    listening = socket.create_server(("127.0.0.1", 0))
+    opened = [listening]
+
+    def pump(source, target, before, after):
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data.replace(before, after))
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def serve():
+        with suppress(OSError):
+            while True:
+                opened.append(client := listening.accept()[0])
+                opened.append(server := socket.create_connection((host, int(port))))
+                threading.Thread(target=pump, args=(client, server, old, new), daemon=True).start()
+                threading.Thread(target=pump, args=(server, client, b"", b""), daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        listening.shutdown(socket.SHUT_RDWR)
+        for each in opened:
+            each.close()

@@ -209,12 +209,16 @@ class Client:
     """The objects below one address, by their names; safe for any number of threads.
 
     Failures that may pass are tried again, with growing pauses, until the deadline of the options.
+
+    With `checksums`, a SHA-256 is sent with each part of an upload, and the server rejects other bytes.
     """
 
-    def __init__(self, address: Address, options: RemoteOptions | None = None) -> None:
+    def __init__(self, address: Address, options: RemoteOptions | None = None, *, checksums: bool = False) -> None:
         self.address = address
         self.options = options or RemoteOptions()
-        self.store = connect(address, self.options, retries=3)
+        self.checksums = checksums
+        # obstore retries as well: a failed part of a large upload must not start the whole file again.
+        self.store = connect(address, self.options, retries=3, checksums=checksums)
         self._stopped = Event()
 
     def get(self, name: str) -> bytes:
@@ -306,7 +310,7 @@ def check_process(where: object) -> None:
         )
 
 
-def connect(address: Address, options: RemoteOptions, *, retries: int) -> ObjectStore:
+def connect(address: Address, options: RemoteOptions, *, retries: int, checksums: bool = False) -> ObjectStore:
     """Return obstore's own object for an address; no request is made."""
     check_process(address)
     try:
@@ -330,6 +334,8 @@ def connect(address: Address, options: RemoteOptions, *, retries: int) -> Object
         common["base_url" if address.scheme == "gs" else "endpoint"] = address.endpoint
     if options.region and address.scheme == "s3":
         common["region"] = options.region
+    if checksums:
+        common["checksum_algorithm"] = "SHA256"
     if address.scheme == "file":
         os.makedirs(f"/{address.key}", exist_ok=True)
     try:
@@ -350,18 +356,36 @@ def connect(address: Address, options: RemoteOptions, *, retries: int) -> Object
 def named(ask: Callable[[], T], address: Address, verb: str, options: RemoteOptions, stopped: Event) -> T:
     """Return the result of a request, retried until the deadline; a failure is raised as an error of ours."""
     check_process(address)
-    last, pause = monotonic() + options.deadline, 0.1
+    attempts = Attempts(options.deadline)
     while True:
         try:
             return ask()
         except Exception as error:
             kind = kind_of(error)
-            if not may_pass(kind) or monotonic() + pause > last:
+            pause = attempts.next_pause() if may_pass(kind) and not stopped.is_set() else None
+            if pause is None:
                 raise explained(error, address, verb, options) from None
         _log_waiting(address, kind, options)
-        if stopped.wait(pause * random.uniform(0.5, 1.5)):
-            last = 0.0
-        pause = min(2.0, 2 * pause)
+        stopped.wait(pause)
+
+
+class Attempts:
+    """The attempts of one request: how many there were, and how long to wait before the next one."""
+
+    def __init__(self, deadline: float) -> None:
+        self.count = 1
+        """Number of attempts, with the one that is under way."""
+        self.end = monotonic() + deadline
+        """Time at which the last attempt must have ended."""
+        self._pause = 0.05
+
+    def next_pause(self) -> float | None:
+        """Return the seconds to wait before the next attempt; None if there is no time for one."""
+        if monotonic() + self._pause > self.end:
+            return None
+        pause, self._pause = self._pause * random.uniform(0.5, 1.5), min(2.0, 2 * self._pause)
+        self.count += 1
+        return pause
 
 
 def may_pass(kind: str) -> bool:

@@ -10,13 +10,13 @@ import asyncio
 import atexit
 import logging
 import os
-import random
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,6 +27,7 @@ from tokenmill.store.remote.client import (
     NO_LOCATION,
     REDIRECT,
     Address,
+    Attempts,
     check_process,
     connect,
     explained,
@@ -104,7 +105,7 @@ class Loop:
             return cls._current
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin something in the loop."""
+        """Start a coroutine in the loop."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def _stop(self) -> None:
@@ -180,6 +181,11 @@ class Network:
                 ready.append(each)
         for each in ready:
             each()
+
+    def count(self, name: str, more: int = 1) -> None:
+        """Add to a counter; from any thread."""
+        with self._lock:
+            setattr(self.counters, name, getattr(self.counters, name) + more)
 
     def waited(self, seconds: float) -> None:
         """Count that training waited; say so now and then."""
@@ -263,21 +269,19 @@ class RemoteObjects:
         """
         network, options = self.network, self.network.options
         async with network.slots():
-            last, attempts, wrong, pause = monotonic() + options.deadline, 0, False, 0.05
+            attempts, wrong = Attempts(options.deadline), False
             while True:
-                attempts += 1
                 try:
-                    data = await self._raced(name, begin, end, last)
+                    data = await self._raced(name, begin, end, attempts.end)
                 except TokenmillError:
                     raise
                 except Exception as error:
-                    await self._failed(error, name, (begin, end), last, attempts, pause)
-                    pause = min(2.0, 2 * pause)
+                    await self._failed(error, name, (begin, end), attempts)
                     continue
                 page = prove(data) if prove is not None else None
                 if page is None:
                     return data
-                network.counters.corrupt += 1
+                network.count("corrupt")
                 if wrong:
                     raise StoreCorruptError(
                         f"{self.address / name}: bytes {begin}:{end} must be what their checksums say, got others "
@@ -285,9 +289,7 @@ class RemoteObjects:
                     )
                 wrong = True
 
-    async def _failed(
-        self, error: Exception, name: str, span: tuple[int, int], last: float, attempts: int, pause: float
-    ) -> None:
+    async def _failed(self, error: Exception, name: str, span: tuple[int, int], attempts: Attempts) -> None:
         """Wait before the next attempt, or raise what ends them."""
         address, options = self.address / name, self.network.options
         kind = _OUR_KINDS.get(type(error)) or kind_of(error)
@@ -295,13 +297,15 @@ class RemoteObjects:
             raise self._wrong_size(name) from None
         if isinstance(error, FileNotFoundError) or kind in _FATAL_KINDS:
             raise explained(error, address, "read", options) from None
-        if monotonic() + pause > last:
+        pause = attempts.next_pause()
+        if pause is None:
             raise StoreUnreachableError(
                 f"{address}: bytes {span[0]}:{span[1]} must be read within {options.deadline:g} s, got {kind} in "
-                f"the last of {attempts} attempts; check endpoint and network, or raise deadline under [remote]"
+                f"the last of {attempts.count} attempts; check endpoint and network, or raise deadline under "
+                "[remote]"
             ) from None
         self.network.failed(kind)
-        await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+        await asyncio.sleep(pause)
 
     def _wrong_size(self, name: str, got: int | None = None) -> StoreCorruptError:
         return StoreCorruptError(
@@ -348,7 +352,7 @@ class RemoteObjects:
         options: Any = {"range": (begin, end), "if_match": etag} if etag else {"range": (begin, end)}
         result = await obstore.get_async(self._store, name, options=options)
         seen = result.meta["e_tag"]
-        if etag is None and seen and self.pin(name, seen) != seen:
+        if etag is None and seen and await on_disk(self.pin, name, seen) != seen:
             raise overwritten(self.address / name)
         if self.sizes.get(name, result.meta["size"]) != result.meta["size"]:
             raise self._wrong_size(name, result.meta["size"])
@@ -365,6 +369,23 @@ class _CutShort(Exception):
 
 
 _OUR_KINDS: dict[type, str] = {TimeoutError: "a time-out", _CutShort: "a body that was cut short"}
+
+
+_disk = ThreadPoolExecutor(8, thread_name_prefix="tokenmill-disk")
+"""Threads for reads and writes of local files, so that a slow disk does not stop the requests of the loop."""
+
+
+async def on_disk(work: Callable[..., T], *arguments: object) -> T:
+    """Run a function in a thread for disk work, and return its result.
+
+    If the caller is cancelled, the function is waited for: the caller then closes the files that it uses.
+    """
+    done = asyncio.get_running_loop().run_in_executor(_disk, partial(work, *arguments))
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        await asyncio.wait([done])
+        raise
 
 
 async def gathered(work: Sequence[Coroutine[Any, Any, None]]) -> None:

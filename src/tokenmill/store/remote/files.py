@@ -29,7 +29,7 @@ from tokenmill.store.lease import locked
 from tokenmill.store.maps import FileRequest, MappedFile
 from tokenmill.store.ranges import RangeRequest, Ranges, Request, merged, sparse_map
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
-from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, split
+from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, on_disk, split
 from tokenmill.store.remote.mirror import Mirror, Wanted, check_platform, warn_unused
 from tokenmill.store.sums import missing_sums, read_sums, sums_file
 from tokenmill.types import Uint64Array
@@ -353,16 +353,20 @@ class RemoteFiles:
         with new_file(file) as descriptor:
 
             async def part(at: int, stop: int) -> None:
-                write_all(descriptor, await self.objects.get(job.name, at, stop), at)
+                await on_disk(write_all, descriptor, await self.objects.get(job.name, at, stop), at)
 
             await gathered([part(at, stop) for at, stop in split(0, job.bytes)])
-            with open(descriptor, "rb", closefd=False) as copied:
-                checksum = file_digest(copied, xxhash.xxh3_128).hexdigest() if job.xxh3 is not None else None
+            checksum = await on_disk(_checksum, descriptor) if job.xxh3 is not None else None
             if checksum != job.xxh3:
                 raise StoreCorruptError(
                     f"{self.address / job.name}: checksum must be {job.xxh3}, got {checksum}; {layout.WAY_OUT}"
                 )
         self._checked.add(file)
+
+
+def _checksum(descriptor: int) -> str:
+    with open(descriptor, "rb", closefd=False) as copied:
+        return file_digest(copied, xxhash.xxh3_128).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

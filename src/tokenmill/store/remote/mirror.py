@@ -20,6 +20,7 @@ import os
 import struct
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ from tokenmill.errors import StoreError
 from tokenmill.store.files import write_all, write_atomically
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.store.lease import locked
-from tokenmill.store.remote.fetch import MAX_REQUEST_BYTES, Network, RemoteObjects, gathered
+from tokenmill.store.remote.fetch import MAX_REQUEST_BYTES, Network, RemoteObjects, gathered, on_disk
 from tokenmill.store.sums import wrong_page
 from tokenmill.types import BoolArray, Int64Array, Uint8Array, Uint32Array, Uint64Array, counted_from
 
@@ -223,6 +224,8 @@ class Mirror:
         """Whether pages are still stored."""
         self._patience = network.options.deadline
         """Seconds to wait for pages that another process has locked."""
+        self._room = threading.Lock()
+        """Held by the thread of this process that makes room; the lock file is for other processes."""
         self._last, self._missed = NEVER, 0
         """When pages were last let go, those needed again after this step were not worth their room; and how many
         bytes had no room since."""
@@ -256,8 +259,7 @@ class Mirror:
 
     def pin(self, name: str, etag: str) -> str:
         """Note the version of an object, unless one is noted; return the one that counts."""
-        # The requests of this process wait meanwhile, so not for long, and not for the disk: after a crash of the
-        # machine nothing is trusted anyway.
+        # Requests wait for it, so not for long, and it is not synced: after a crash nothing is trusted anyway.
         try:
             with self._locked(self._pin_lock, self.network.options.deadline / 12):
                 known = self.pins()
@@ -294,7 +296,7 @@ class Mirror:
         to_disk_alone = any(item.out is None for item in wanted)
         at_a_time = asyncio.Semaphore(WHOLE_REQUESTS if to_disk_alone else self.network.options.concurrency)
         with ExitStack() as stack:
-            parts = [self._begin(item, stack) for item in wanted]
+            parts = [await on_disk(self._begin, item, stack) for item in wanted]
             await self._make_room(parts)
             await gathered([self._bring(objects, part, run, at_a_time) for part in parts for run in part.missing])
 
@@ -329,7 +331,7 @@ class Mirror:
         async with at_a_time:
             began, pause = monotonic(), 0.002
             while part.pages is not None and not part.pages.lock(first, end - first, fcntl.F_WRLCK):
-                if self._read(part, first, end):
+                if await on_disk(self._read, part, first, end):
                     return
                 if monotonic() - began > self._patience:
                     self._patience = min(SHORT_WAIT, self._patience)
@@ -349,7 +351,7 @@ class Mirror:
             try:
                 # The process that held the lock before may have brought some of them.
                 for at, stop in _parts(part.states(first, end), first):
-                    if not self._read(part, at, stop, lock=False):
+                    if not await on_disk(partial(self._read, lock=False), part, at, stop):
                         await self._fetch(objects, part, at, stop)
             finally:
                 part.pages.lock(first, end - first, fcntl.F_UNLCK)
@@ -363,7 +365,7 @@ class Mirror:
         if item.out is not None:
             item.out[begin:stop] = data
         if keep:
-            self._keep(part, data, first, end)
+            await on_disk(self._keep, part, data, first, end)
 
     def _read(self, part: _Part, first: int, end: int, *, lock: bool = True) -> bool:
         """Read pages from disk and verify them; return whether all of them are here, and right.
@@ -395,7 +397,7 @@ class Mirror:
             return False
         wrong = None if prove is None else prove(out[begin:stop])
         if wrong is not None:
-            self.network.counters.corrupt += 1
+            self.network.count("corrupt")
             if states[wrong - first] == HERE:
                 _warn(
                     self.network,
@@ -407,7 +409,7 @@ class Mirror:
             return False
         if UNPROVEN in states:
             pages.mark(first, end - first, HERE)
-        self.network.counters.hits += stop - begin
+        self.network.count("hits", stop - begin)
         return True
 
     def _keep(self, part: _Part, data: Uint8Array, first: int, end: int) -> None:
@@ -440,9 +442,8 @@ class Mirror:
         end, pause = monotonic() + self._patience, 0.002
         while self.keeps:
             try:
-                with self._locked(self._lock, 0):
-                    self._settle_room(parts)
-                    return
+                await on_disk(self._settle_room, parts)
+                return
             except TimeoutError as error:
                 if monotonic() > end:
                     self._stop(error)
@@ -452,6 +453,10 @@ class Mirror:
             pause = min(0.05, 2 * pause)
 
     def _settle_room(self, parts: Sequence[_Part]) -> None:
+        with self._room, self._locked(self._lock, 0):
+            self._choose_pages(parts)
+
+    def _choose_pages(self, parts: Sequence[_Part]) -> None:
         assert self.limit is not None
         pages = [np.concatenate([np.arange(*run) for run in part.missing] or [_NONE]) for part in parts]
         new: Uint32Array = np.concatenate([uses for part in parts for uses in part.uses])
@@ -511,7 +516,7 @@ class Mirror:
                     finally:
                         pages.lock(first, count, fcntl.F_UNLCK)
                     dropped += count * PAGE_BYTES
-        self.network.counters.evicted += dropped
+        self.network.count("evicted", dropped)
         return dropped
 
     # What all processes share.

@@ -43,6 +43,8 @@ class UploadReport:
     sent_bytes: int
     """The others were there already, and right."""
     fingerprint: str
+    read_back: bool
+    """Whether files were read back; otherwise the server compared their checksums."""
 
 
 def upload(
@@ -50,16 +52,20 @@ def upload(
     address: str,
     *,
     options: RemoteOptions | None = None,
+    read_back: bool | None = None,
     progress: Progress = lambda _done, _all: None,
 ) -> UploadReport:
     """Copy a finished store to object storage. Call it again to resume an interrupted upload.
 
-    Each file is verified before it is sent, and read back and verified after that. The manifest is sent last.
+    Each file is verified before it is sent. AWS S3 compares it with a checksum that is sent along. From other
+    object storage it is read back. The manifest is sent last.
 
     Args:
         store: Folder of the store.
         address: `s3://bucket/path`, `gs://`, `az://` or `file:///folder`.
         options: Retries and limits of requests.
+        read_back: Read each file back after it was sent; by default, unless the address is in AWS S3. False relies
+            on the server, which must compare SHA-256 checksums of uploads, as MinIO and SeaweedFS do.
         progress: Function that is called with the bytes that were handled, and all bytes.
 
     Returns:
@@ -86,10 +92,13 @@ def upload(
             f"address: must be one of object storage, got {address!r}; write s3://bucket/path, or copy the folder"
         )
     place = parse_address(address, options)
+    if read_back is False and place.scheme != "s3":
+        raise ConfigError(f"read_back: {place.scheme}:// has no checksums of uploads; leave it out")
     manifest = read_ours(path, {})
     for shard in manifest.shards:
         read_sums(path / sums_file(shard.name), shard)
-    client = Client(place, options)
+    is_aws = place.scheme == "s3" and place.endpoint is None
+    client = Client(place, options, checksums=is_aws if read_back is None else not read_back)
     client.check_redirect(layout.MANIFEST)
     body = layout.manifest_bytes(manifest)
     there = client.get(layout.MANIFEST) if client.head(layout.MANIFEST) is not None else None
@@ -113,6 +122,7 @@ def upload(
         sent_files=len(sent) + (there != body),
         sent_bytes=sum(info.bytes for info in sent) + (len(body) if there != body else 0),
         fingerprint=manifest.fingerprint,
+        read_back=not client.checksums,
     )
 
 
@@ -186,7 +196,7 @@ def send_file(client: Client, local: Path, name: str, info: FileInfo, size: int 
             f"{local}: must be what the manifest says before it is uploaded, got other bytes; {layout.WAY_OUT}"
         )
     client.put(name, local)
-    if _remote_checksum(client, name) != info.xxh3:
+    if not client.checksums and _remote_checksum(client, name) != info.xxh3:
         raise StoreCorruptError(
             f"{client.address / name}: must be read back as it was sent, got other bytes; upload it again"
         )
