@@ -21,7 +21,7 @@ CORE   := tests/test_*.py tests/plan tests/packing tests/store tests/config test
 # Tests with other versions of Python and of dependencies: no frameworks, no object storage.
 SAMPLE := tests/store/test_store.py tests/store/test_layout.py tests/packing/test_packers.py tests/cli/test_app.py
 
-.PHONY: demo check test test-deep docs examples lowest python sample package coverage fuzz ready browser lint types bench clean
+.PHONY: demo check test test-deep docs screens examples lowest python sample package coverage fuzz ready browser lint types bench clean
 
 demo: $(VENV)/core.stamp
 	$(BIN)/tokenmill demo
@@ -39,6 +39,10 @@ test-deep: $(VENV)/kernels.stamp
 docs: $(VENV)/docs.stamp
 	$(BIN)/python tools/notebooks.py --check docs/start/tutorial.ipynb examples/look_inside.ipynb
 	$(BIN)/python tools/site_pages.py --build
+
+# The site in a browser: screens in build/screens, no request to another host, and the questions of a new reader.
+screens: docs $(VENV)/dev.stamp browser
+	$(BIN)/python tools/site_screens.py
 
 # Every example in full, with the commands and the output of examples/README.md.
 examples: $(VENV)/kernels.stamp
