@@ -1,4 +1,4 @@
-"""What a run is evaluated on: the tables [[evals]], and which documents that keeps out of training."""
+"""Evals of a run: the tables [[evals]], and the documents that they keep out of training."""
 
 from __future__ import annotations
 
@@ -16,29 +16,28 @@ from tokenmill.tables import Number, check_choice, check_fields, check_name, che
 from tokenmill.types import WHOLE_PACKINGS, Int64Array
 
 MAX_DOCUMENTS = 1 << 28
-"""Of a range: their numbers take 2 GiB of memory."""
+"""Maximum size of a range of documents. Their numbers take 2 GiB of memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSource:
-    """Where an eval takes documents from: a store, or a source of the run, which is not trained on them."""
+    """A store that an eval takes documents from, or a source of the run that is then not trained on them."""
 
     name: str = ""
-    """What `source` of a batch and the report call it; the name of the store or source, if not given."""
+    """Name in batches and reports. By default that of the store or source."""
     store: str | tuple[str, ...] | None = None
-    """As in [[sources]]."""
+    """Path or address of the store, as in [[sources]]."""
     source: str | None = None
     """Name of a source of the run. What is taken of it is held out: no step trains on it."""
     documents: str | tuple[int, ...] | None = None
-    """Which of its documents, by their numbers: `a:b`, b exclusive, or a list; all, where this and `file` are not
-    given."""
+    """Numbers of its documents: `a:b`, b exclusive, or a list. Without this and `file`, all documents."""
     file: str | None = None
     """File with such numbers, one a line; a relative path counts from the folder of the config."""
     weight: Number | None = None
     """Share of the rows; where no source has one, all rows are taken."""
 
     def check(self, where: str) -> None:
-        """Refuse what does not go together."""
+        """Reject keys that cannot be combined."""
         if (self.store is None) == (self.source is None):
             got = "neither" if self.store is None else "both"
             raise ConfigError(
@@ -54,7 +53,7 @@ class EvalSource:
 
     @property
     def whole(self) -> bool:
-        """Whether all documents are meant."""
+        """Whether the eval takes all documents."""
         return self.documents is None and self.file is None
 
     def numbers(self, folder: Path, where: str) -> Int64Array:
@@ -98,24 +97,24 @@ class EvalConfig:
 
     name: str
     store: str | tuple[str, ...] | None = None
-    """This and the three below: as in `sources`, of which they are the only one."""
+    """The only source, if the eval has one: this field and the next three are those of `sources`."""
     source: str | None = None
     documents: str | tuple[int, ...] | None = None
     file: str | None = None
     sources: tuple[EvalSource, ...] = ()
     """Several places that documents come from, one after another."""
     seq_len: int | None = None
-    """That of [run], if not given."""
+    """Tokens per row; by default that of [run]."""
     packing: str = "best_fit"
-    """How documents become rows: `best_fit`, or `padded`, a document a row."""
+    """Packing of documents into rows: `best_fit`, or `padded` with one document per row."""
     on_long: str | None = None
     """Fate of a document longer than a row, with the values and defaults of [run]."""
     rows: int | None = None
-    """How many rows are taken, from the first on; all, if not given."""
+    """Number of rows, from the first one; by default all."""
     every: int | None = None
-    """After how many steps to evaluate: handed on to the trainer."""
+    """Number of steps between evaluations, passed on to the trainer."""
     every_tokens: Tokens | None = None
-    """In place of steps: after how many input slots of the run."""
+    """Number of input slots of the run between evaluations, instead of steps."""
 
     def __post_init__(self) -> None:
         check_fields(self, "evals.")
@@ -151,7 +150,7 @@ class EvalConfig:
 
     @property
     def parts(self) -> tuple[EvalSource, ...]:
-        """Where documents come from, in order, each with its name."""
+        """Places that documents come from, in order, each with its name."""
         own = EvalSource(
             name=self.name, store=self.store, source=self.source, documents=self.documents, file=self.file
         )
@@ -161,7 +160,7 @@ class EvalConfig:
         )
 
     def check(self, sources: Sequence[str], live: Sequence[str]) -> None:
-        """Refuse what does not fit the sources of a run, some of them live text."""
+        """Reject sources that the run does not have, or that are live text."""
         where = f"eval {self.name!r}"
         for name in (part.source for part in self.parts if part.source is not None):
             if name not in sources:

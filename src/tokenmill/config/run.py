@@ -1,4 +1,4 @@
-"""What a run is: one record for each table of its config, and how a config is read and written.
+"""Config of a run: one record for each table, and how configs are read and written.
 
 `parse_config` reads the tables into records as they are written; `Config.resolved_stages` are the stages with what
 they leave out taken from [run]. A rule that a single record can check is in its `__post_init__`. Stages and
@@ -78,7 +78,7 @@ LISTS = ("sources", "stages", "skip", "quarantine", "evals")
 """Tables of which a config may have several."""
 TABLES = ("run", *LISTS, "remote")
 IN_TOKENS = {"stages": ("start_tokens", "ramp_tokens"), "skip": ("tokens",), "quarantine": ("from_tokens",)}
-"""Keys that say in tokens what others of their table say in steps, as `tokens` of [run] does."""
+"""Keys that give a length in tokens instead of steps, by table; [run] has `tokens`."""
 
 
 @takes_old_keys
@@ -101,21 +101,21 @@ class RunConfig:
     `over_steps`: it then grows from the first step of the run on."""
     seq_len: int
     steps: int | None = None
-    """Optimizer steps. Give this, `tokens` or `epochs`, unless a trainer decides how long it goes on."""
+    """Optimizer steps. Set this, `tokens` or `epochs`, unless a trainer sets the length."""
     tokens: Tokens | None = None
-    """In place of steps: input slots of the whole run, such as "2T"; as many steps as it takes to have them."""
+    """Input slots of the whole run, such as "2T", instead of steps. The number of steps is rounded up."""
     epochs: Number | None = None
-    """In place of steps: how often every row of every source is read. The last step is filled with the first rows
-    of the epoch that would be next."""
+    """Number of passes over all rows of all sources, instead of steps. The last step is filled with the first rows
+    of the next epoch."""
     seed: int = 0
     packing: str = "best_fit"
-    """How documents become rows: `best_fit`, `bos_best_fit`, `padded` or `concat`."""
+    """Packing of documents into rows: `best_fit`, `bos_best_fit`, `padded` or `concat`."""
     on_long: str | None = None
     """Fate of a document longer than a row (best_fit, padded): `split` it over rows, cut its end
     (`truncate_end`) or its beginning (`truncate_start`), `drop` it, counted as too_long, or `stop` before the first
     step. None: `split` under best_fit, `stop` under padded and for pairs and groups."""
     crop: str = "return"
-    """What bos_best_fit does with the rest of a cropped document: `return` it to the pool, or `discard` it."""
+    """Fate of the rest of a document that bos_best_fit crops: `return` it to the pool, or `discard` it."""
     cross_document_labels: bool = False
     """Whether the last token of a document is trained to predict the first token of the next."""
     shuffle: str = "full"
@@ -124,27 +124,28 @@ class RunConfig:
     window_blocks: int = 64
     """Packing windows, or blocks of `block_rows`, that are shuffled together under shuffle = "window"."""
     weights: Mapping[str, Number] | Sizes | None = None
-    """Share of each source, for stages that do not say; need not sum to 1. In place of numbers: what of each source
-    is counted, `tokens`, `rows` or `documents`, so that sources are drawn in proportion to their size."""
+    """Share of each source, for stages without weights. Shares need not sum to 1. `tokens`, `rows` or `documents`
+    reads sources in proportion to their size."""
     temperature: Number = 1.0
     """Weights are raised to the power 1 / temperature: above 1 they become more alike."""
     weigh_by: str = "rows"
-    """What the weights are shares of: `rows`, or `tokens`, of which the rows of some sources hold fewer."""
+    """Unit of the weights: `rows` or `tokens`. They differ because rows of some sources hold fewer tokens."""
     pad_to: str = "row"
-    """How far rows of padded, of pairs and of groups are padded: to the length of a `row`, or of the longest one of
-    their micro-`batch`."""
+    """Length to which rows of padded, pairs and groups are padded: the `row`, or the longest row of a
+    micro-`batch`."""
     arrays: tuple[str, ...] = DEFAULT_ARRAYS
-    """What a batch delivers, where stores hold sequences."""
+    """Arrays of a batch, for stores of sequences."""
     positions: str = "document"
-    """Where position_ids start from 0: at every `document`, or only at the start of the `row`."""
+    """Point at which position_ids restart from 0: each `document`, or only the start of the `row`."""
     horizon: int = 1
-    """How many of the next tokens are labels of an input; with several, labels are rows × seq_len × horizon."""
+    """Number of next tokens that are labels of an input. Above 1, labels have the shape rows × seq_len ×
+    horizon."""
     segment_multiple: int = 1
-    """With best_fit and padded: every segment of a row is padded to a multiple of this many columns, as kernels of
-    context parallelism may need it."""
+    """Number of columns to a multiple of which best_fit and padded fill each segment, for kernels of context
+    parallelism."""
     balance: Mapping[str, Number] | Literal["attention"] | None = None
-    """Whether the rows of a step are dealt to ranks and micro-batches by what they cost: `attention`, or the cost
-    of a token and of a squared token of a segment, `linear` and `quadratic`. Otherwise ranks take them in order."""
+    """Assignment of the rows of a step to ranks by cost: `attention`, or `linear` and `quadratic` costs per token
+    and per squared token of a segment. By default ranks take rows in order."""
 
     def __post_init__(self) -> None:
         check_fields(self, "run.")
@@ -184,7 +185,7 @@ class RunConfig:
             )
 
     def _check_epochs(self, epochs: Number) -> None:
-        """Refuse epochs beside anything else that decides how often sources are read."""
+        """Reject epochs with another key that decides how often sources are read."""
         if not 0 < epochs < inf:
             raise ConfigError(f"run: epochs must be positive, got {epochs}; say how often every row is read")
         if self.steps is not None or self.tokens is not None:
@@ -223,30 +224,33 @@ class SourceConfig:
     """Folder of the store, or files of another project; a relative path counts from the folder of the config. A
     list, or a glob of stores, is read as one store, in that order."""
     documents: tuple[str, ...] = ()
-    """In place of a store: files, folders, globs or `hf:` names of text, prepared into a store when first used."""
+    """Files, folders, globs or `hf:` names of text, instead of a store. They are prepared into a store on first
+    use."""
     tokenizer: str | None = None
-    """Of `documents`, as `prepare` takes it; of token files the one that made them, whose EOS ends documents where
-    `eos_id` is not given."""
+    """Tokenizer of `documents`, as for `prepare`. For token files it is the one that made them; its EOS ends
+    documents unless `eos_id` is set."""
     text_field: str = "text"
     keep_empty: bool = False
-    """Whether texts of `documents` without a character are kept; else they are left out, counted as `empty`."""
+    """Whether empty texts of `documents` are kept. Otherwise they are dropped and counted as `empty`."""
     fim: Mapping[str, Any] | None = None
-    """Whether some of `documents` are cut in three, to learn to fill in the middle: `rate`, `spm_rate`, ..."""
+    """Fill-in-the-middle for `documents`: `rate`, `spm_rate` and further keys."""
     live: bool = False
-    """Whether `documents` are tokenized while the model trains, and never prepared."""
+    """Whether `documents` are tokenized during training instead of prepared."""
     lanes: int | None = None
-    """How many streams live text is read in; None: the largest number that divides the batch of every stage."""
+    """Number of streams that live text is read in. None: the largest number that divides the batch of every
+    stage."""
     window_bytes: int | None = None
-    """How much of a file is shuffled and packed together where text is live."""
+    """Bytes of live text that are shuffled and packed together."""
     on_error: str | None = None
-    """What a record of live text that cannot be read does: `stop` the run (the default), or be `skip`ped."""
+    """Action on a live record that cannot be read: `stop` the run (default) or `skip` the record."""
     max_epochs: Number | None = None
-    """How often the source may be read in the whole run; checked before the first step."""
+    """Maximum number of passes over the source in the whole run, checked before the first step."""
     on_exhausted: str | None = None
-    """What happens when it has been read so often (once, where max_epochs does not say): an `error` before step 0
-    (the default with max_epochs), `stop` drawing from it, or `repeat` for ever (the default without)."""
+    """Action when the source has been read `max_epochs` times, by default once: an `error` before step 0 (default
+    with max_epochs), `stop` reading it, or `repeat` (default without)."""
     dtype: str | None = None
-    """This and the next four: facts that token files of other projects may lack, and must not contradict."""
+    """Facts that token files of other projects may lack: this field and the next four. They must not contradict the
+    files."""
     vocab_size: int | None = None
     eos_id: int | None = None
     bos_id: int | None = None
@@ -290,7 +294,7 @@ class SourceConfig:
             )
 
     def _check_live(self, where: str) -> None:
-        """Refuse what does not go with live text."""
+        """Reject keys that cannot be combined with live text."""
         if not self.documents:
             raise ConfigError(
                 f"{where}: live text must have documents and a tokenizer, got a store; leave out live"
@@ -338,7 +342,7 @@ class Config:
     evals: tuple[EvalConfig, ...] = ()
     remote: RemoteOptions = RemoteOptions()  # noqa: RUF009 - it is frozen
     clock: TokenClock = field(init=False, repr=False, compare=False)
-    """How many tokens have passed before each step."""
+    """Number of tokens before each step."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.run, RunConfig):
@@ -412,7 +416,7 @@ class Config:
 
     @property
     def says_tokens(self) -> bool:
-        """Whether anything is given in tokens in place of steps."""
+        """Whether any length is given in tokens instead of steps."""
         batches = [self.run.global_batch_size, *(stage.global_batch_size for stage in self.stages)]
         given = [
             getattr(item, key) for name, keys in IN_TOKENS.items() for item in getattr(self, name) for key in keys
@@ -541,11 +545,11 @@ class Translation:
     dialect: str = NATIVE
     """`native`, `KempnerForge` or `torchtitan`."""
     tables: dict[str, Any]
-    """What `parse_config` reads."""
+    """Native tables, for `parse_config`."""
     notes: tuple[str, ...] = ()
-    """What was taken how, or ignored; a sentence each. A native config has none."""
+    """Sentences about keys that were translated or ignored. A native config has none."""
     warnings: tuple[str, ...] = ()
-    """Those of the notes that decide what is trained on, and should not be overlooked."""
+    """Notes that decide what is trained on and are logged as warnings."""
 
     def log(self, where: str) -> None:
         """Log what should not be overlooked."""
@@ -638,7 +642,7 @@ matrices, and 32 layers * 2 * 4096 a pair of tokens of which half are masked), w
 
 
 def _check_balance(balance: Mapping[str, Number] | str | None) -> None:
-    """Refuse costs of rows that cannot be."""
+    """Reject invalid costs."""
     if isinstance(balance, Mapping):
         check_keys("run.balance", balance, tuple(ATTENTION))
         wrong = {name: balance.get(name) for name in ATTENTION if not 0 <= (balance.get(name) or 0) < inf}
@@ -661,7 +665,7 @@ def _check_weights(where: str, weights: Mapping[str, Number], sources: Sequence[
 
 
 def _check_edits(config: Config) -> None:
-    """Refuse skips and quarantines that do not fit the run."""
+    """Reject skips and quarantines that do not fit the run."""
     steps, end = config.run.steps or inf, 0  # how many steps epochs take is not known yet
     ranges = sorted(skip.range() for skip in config.skip)
     for first, last in ranges:
@@ -694,7 +698,7 @@ def _check_edits(config: Config) -> None:
 
 
 def _check_with_epochs(config: Config) -> None:
-    """Refuse what would change the rows in the midst of epochs."""
+    """Reject keys that change the rows during epochs."""
     late = [f"quarantine of {edit.source!r}" for edit in config.quarantine if edit.from_step > 0]
     changing = ["stages"] if config.stages else late
     if changing:

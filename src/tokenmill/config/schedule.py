@@ -52,7 +52,7 @@ Tokens: TypeAlias = int | str
 BatchSize: TypeAlias = int | Mapping[str, int | str]
 """Rows of a step; or a ramp: `from`, `to`, `step`, and `over_tokens` or `over_steps`."""
 Sizes: TypeAlias = Literal["tokens", "rows", "documents"]
-"""What stands for weights: how much of that each source has."""
+"""Measure of a source's size, instead of numeric weights."""
 UNSAID = -1
 """A step that is given in tokens instead."""
 MAX_SEQ_LEN = 1 << 24
@@ -158,7 +158,7 @@ class StageConfig:
     start_step: int = UNSAID
     """This, or `start_tokens`."""
     start_tokens: Tokens | None = None
-    """In place of a step: after so many input slots of the run, such as "800B"; the first step from there on."""
+    """Number of input slots before the first step of the stage, such as "800B", instead of a step."""
     weights: Mapping[str, Number] | Sizes | None = None
     seed: int | None = None
     global_batch_size: BatchSize | None = None
@@ -168,18 +168,18 @@ class StageConfig:
     crop: str | None = None
     shuffle: str | None = None
     on_change: str = "unseen"
-    """Where seq_len or packing differ from the stage before: go on with what that one has not used (`unseen`), or
-    `restart` the sources."""
+    """Rows after a change of seq_len or packing: the tokens that the previous stage left (`unseen`), or a `restart`
+    of the sources."""
     lr_scale: Number = 1.0
-    """What the learning rate is to be multiplied by: handed on to the trainer, batches do not depend on it."""
+    """Factor of the learning rate, passed on to the trainer. Batches do not depend on it."""
     ramp: str | None = None
-    """Over the first `ramp_steps` steps the weights go from those of the stage before to these: `linear` or
+    """Shape of a change from the previous stage's weights over the first `ramp_steps` steps: `linear` or
     `cosine`."""
     ramp_steps: int | None = None
     ramp_tokens: Tokens | None = None
-    """In place of steps: input slots that the ramp takes."""
+    """Length of the ramp in input slots, instead of steps."""
     ramp_from: Mapping[str, Number] | None = None
-    """Weights that the ramp starts from, if not those of the stage before."""
+    """Weights at the start of the ramp; by default those of the previous stage."""
     temperature: Number | None = None
     weigh_by: str | None = None
 
@@ -223,7 +223,7 @@ class ResolvedStage:
     """First step that is no longer of the stage."""
     weights: Mapping[str, Number]
     sizes: Sizes | None
-    """What of each source is counted and multiplied by its weight, which is 1 then; None: weights are as given."""
+    """Measure of size that each weight, 1 here, is multiplied by. None: weights are used as written."""
     seed: int
     batches: tuple[tuple[int, int], ...]
     """First step of each batch size, and the size; the first is that of the stage."""
@@ -272,7 +272,7 @@ class ResolvedStage:
 
 
 def check_sizes(where: str, global_batch_size: BatchSize | None, seq_len: int | None) -> None:
-    """Refuse a batch or a sequence length that cannot be; None is one that is not given."""
+    """Reject an invalid batch size or sequence length; None is an omitted one."""
     if global_batch_size is not None:
         read_batch(where, global_batch_size)
     if seq_len is not None:
@@ -282,7 +282,7 @@ def check_sizes(where: str, global_batch_size: BatchSize | None, seq_len: int | 
 
 
 def check_packing(where: str, packing: str, crop: str) -> None:
-    """Refuse choices of packing that do not go together."""
+    """Reject keys of packing that cannot be combined."""
     check_choice(where, "packing", packing, PACKINGS)
     check_choice(where, "crop", crop, CROPS)
     if crop != "return" and packing != "bos_best_fit":
@@ -290,7 +290,7 @@ def check_packing(where: str, packing: str, crop: str) -> None:
 
 
 def check_multiple(where: str, seq_len: int, multiple: int) -> None:
-    """Refuse rows that segments filled up to a multiple do not fill."""
+    """Reject a row length that is not a multiple of the segment length."""
     if seq_len % multiple:
         raise ConfigError(
             f"{where}: seq_len must be divisible by segment_multiple, got {seq_len} and {multiple}; "
@@ -299,7 +299,7 @@ def check_multiple(where: str, seq_len: int, multiple: int) -> None:
 
 
 def check_weighing(where: str, temperature: float | None, weigh_by: str | None) -> None:
-    """Refuse what cannot be done to weights; None is what is not given."""
+    """Reject an invalid temperature or unit of weights; None is an omitted one."""
     if temperature is not None and not 0 < temperature < inf:
         raise ConfigError(f"{where}: temperature must be positive, got {temperature}; leave it out for 1")
     if weigh_by is not None:
@@ -346,7 +346,7 @@ class Stretch:
     seq_len: int
 
     def step_at(self, tokens: int) -> int:
-        """Return its first step before which at least so many tokens have passed, were it without an end."""
+        """Return the first step with at least this many tokens before it, as if the range had no end."""
         return self.step + max(0, -(-(tokens - self.tokens) // (self.batch * self.seq_len)))
 
     def tokens_at(self, step: int) -> int:
@@ -356,10 +356,10 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenClock:
-    """How many tokens have passed before each step of a run, in closed form."""
+    """Number of tokens before each step of a run, in closed form."""
 
     stretches: tuple[Stretch, ...]
-    """In order, from step 0 on; the last has no end."""
+    """Ranges of steps in order, from step 0. The last one has no end."""
 
     def tokens_at(self, step: int) -> int:
         """Return how many tokens have passed before a step."""
@@ -370,7 +370,7 @@ class TokenClock:
         return tuple((s.step, s.batch) for s in self.stretches if start <= s.step < end)
 
     def step_at(self, tokens: int) -> int:
-        """Return the first step before which at least so many tokens have passed."""
+        """Return the first step with at least this many tokens before it."""
         index = max(0, bisect_right(self.stretches, tokens, key=lambda s: s.tokens) - 1)
         return self.stretches[index].step_at(tokens)
 
@@ -420,7 +420,7 @@ def _stretches(
 
 
 def agreed(where: str, key: str, written: int | None, counted: int) -> int:
-    """Return the steps that tokens come to; refuse another number that is written beside them."""
+    """Return the step derived from tokens; reject an explicit value that contradicts it."""
     if written not in (None, counted):
         raise ConfigError(
             f"{where}: {key} must be what the tokens come to, {counted}, got {written}; leave one of the two out"
@@ -448,7 +448,7 @@ class SkipConfig:
     steps: str = ""
     """`a:b`, b exclusive."""
     tokens: str | None = None
-    """In place of steps: `a:b` in input slots of the run, such as "10B:11B"."""
+    """Range `a:b` in input slots of the run, such as "10B:11B", instead of steps."""
     reason: str = ""
 
     def __post_init__(self) -> None:
@@ -457,7 +457,7 @@ class SkipConfig:
             self.range()
 
     def resolved(self, clock: TokenClock) -> SkipConfig:
-        """Return it with the steps that its tokens come to."""
+        """Return the skip with the steps that its tokens amount to."""
         if self.tokens is None:
             return self
         begin, _, end = self.tokens.partition(":")
@@ -501,9 +501,9 @@ class QuarantineConfig:
     from_step: int = UNSAID
     """This, or `from_tokens`."""
     from_tokens: Tokens | None = None
-    """In place of a step: after so many input slots of the run."""
+    """Number of input slots before the first step of the edit, instead of a step."""
     documents: tuple[int, ...] | None = None
-    """Their numbers in the store; the whole source, where neither these nor a file are given."""
+    """Numbers of documents in the store. Without these and a file, the whole source."""
     file: str | None = None
     """File with such numbers, one a line; a relative path counts from the folder of the config."""
     reason: str = ""
@@ -525,7 +525,7 @@ class QuarantineConfig:
             raise ConfigError(f"{where}: documents must be numbers from 0 on, got {bad[0]}; count from 0")
 
     def resolved(self, clock: TokenClock) -> QuarantineConfig:
-        """Return it with the step that its tokens come to."""
+        """Return the quarantine with the step that its tokens amount to."""
         if self.from_tokens is None:
             return self
         where = f"quarantine of {self.source!r}"
@@ -535,7 +535,7 @@ class QuarantineConfig:
 
     @property
     def whole(self) -> bool:
-        """Whether all of the source is meant."""
+        """Whether the whole source is quarantined."""
         return self.documents is None and self.file is None
 
     def numbers(self, folder: Path) -> Int64Array:
@@ -558,7 +558,7 @@ def read_range(text: str) -> tuple[int, int] | None:
 
 
 def read_numbers(file: Path, where: str) -> Int64Array:
-    """Return the numbers of documents that stand in a file, ascending, each once."""
+    """Return the document numbers that a file lists, ascending and distinct."""
     try:
         lines = read_text(file, MAX_LIST_BYTES).splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -576,7 +576,7 @@ def read_numbers(file: Path, where: str) -> Int64Array:
 
 
 def limits(config: Config) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the maximum epochs of sources: of those where more is an error, then of those that stop there."""
+    """Return the maximum epochs of sources: first of those where more is an error, then of those that stop."""
     errors: dict[str, float] = {}
     stops: dict[str, float] = {}
     for source in config.sources:

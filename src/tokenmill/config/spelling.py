@@ -29,12 +29,12 @@ class _Rows(NamedTuple):
     packings: set[str] | set[None]
     """None: that of [run], which a stage made in Python does not know."""
     records: bool | None = None
-    """Whether they hold pairs or groups; None: not known."""
+    """Whether the rows are pairs or groups. None: unknown."""
     inherited: str | None = None
     """Value of [run], for a stage."""
 
     def meanings(self, word: str) -> list[str]:
-        """Return the new values that an old word may stand for; none where it is the default."""
+        """Return the new values that an old word may mean; empty for the default."""
         if word == "allow" and self.inherited is None:
             return []
         if word == "cut" and self.inherited in ("truncate_start", "truncate_end"):
@@ -46,7 +46,7 @@ class _Rows(NamedTuple):
 
 
 def read_old(tables: Table, where: str) -> dict[str, Any]:
-    """Return tables in the new spelling; log what is in an old one."""
+    """Return tables in the new spelling, and log each old value."""
     new, notes = respell(tables)
     for note in notes:
         logger.warning("%s: %s", where, note)

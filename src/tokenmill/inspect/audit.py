@@ -1,4 +1,4 @@
-"""Counts of what is trained on in a store, from its masks and the last tokens of its documents."""
+"""Supervision of a store: the share of tokens that its masks train, and the last tokens of its documents."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _AUDIT_BLOCK = 1 << 12
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Audit:
-    """How much of one array of token ids is trained on."""
+    """Share of trained tokens in one array of ids."""
 
     key: str
     items: int
     """Documents, answers or responses."""
     audited: int
-    """Those that were looked at."""
+    """Number of items that were audited."""
     tokens: int
-    """Of those."""
+    """Tokens in the audited items."""
     supervised: int
     """Tokens that are trained on; the first token of a document never is."""
     fully_masked: int | None
@@ -41,23 +41,23 @@ class Audit:
     turns: int
     """Runs of trained tokens: answers, or whole texts where nothing is masked."""
     unended_turns: int | None
-    """Those that do not end with EOS or another control token, so that nothing teaches to end there; None of
-    prompts, and where no such token is known."""
+    """Trained ranges that do not end with EOS or another special token, so nothing teaches the model to stop there.
+    None for prompts, and if no such token is known."""
     truncated: int | None
-    """Items that were cut when they were prepared; None where a store does not say."""
+    """Items that were truncated during preparation. None if the store does not record it."""
     supervised_percent: float
-    """Of the tokens."""
+    """Percent of tokens."""
     fully_masked_percent: float | None
-    """Of the audited items, as the next."""
+    """Percent of audited items; the next field too."""
     without_eos_percent: float | None
     unended_turns_percent: float | None
-    """Of the turns."""
+    """Percent of messages."""
     truncated_percent: float | None
-    """Of all items."""
+    """Percent of all items."""
 
 
 def has_chat_template(recipe: Mapping[str, Any]) -> bool:
-    """Whether records were, or could be, written by a chat template, which places BOS and EOS itself."""
+    """Whether a chat template, which places BOS and EOS itself, wrote the records or could have."""
     return isinstance(recipe.get("recipe", {}).get("chat_template"), dict)
 
 
@@ -166,7 +166,7 @@ def trained_runs(offsets: Int64Array, trained: BoolArray) -> tuple[Int64Array, I
 
 
 def ended_runs(ids: AnyArray, starts: Int64Array, stops: Int64Array, ends: Int64Array) -> BoolArray:
-    """Return which runs have an end token among their last three: a template may put a line end behind it."""
+    """Return whether each range has an end token among its last three; a template may add a line break after it."""
     is_end = np.concatenate([np.isin(ids, ends), [False]])
     places = [np.where(stops - back >= starts, stops - back, ids.size) for back in (1, 2, 3)]
     ended: BoolArray = np.any([is_end[place] for place in places], axis=0)
@@ -191,5 +191,5 @@ def num_items(store: Store, key: str) -> int:
 
 
 def mask_of(key: str) -> str | None:
-    """Return the array that says which tokens of another are trained on; None if there is none."""
+    """Return the mask of an array of ids; None if it has none."""
     return STORED_ARRAYS[key].mask if key in STORED_ARRAYS else None

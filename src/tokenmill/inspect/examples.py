@@ -41,50 +41,50 @@ EXCERPT_TOKENS = 16
 
 
 class Piece(NamedTuple):
-    """Tokens of an example that stand together."""
+    """Consecutive tokens of an example with the same mask."""
 
     trained: bool
     text: str
     control: bool = False
-    """Whether it is a control token; a text that spells one is none."""
+    """Whether the piece is a special token, not text that spells one."""
     left_out: int = 0
     """Tokens before it that are not shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Example:
-    """One item as text, in pieces that are trained on or not; a long one around what is trained on."""
+    """One item as text, in trained and untrained pieces. A long item is shown around its trained tokens."""
 
     key: str
     item: int
     why: tuple[str, ...]
-    """What it is an example of."""
+    """Kinds of content that the item shows."""
     tokens: int
     supervised: int
     runs: tuple[Piece, ...]
     left_out: int
-    """Tokens behind the last piece that are not shown."""
+    """Number of tokens after the last piece, which are not shown."""
 
     @property
     def title(self) -> str:
-        """Which item it is, and how much of it is trained on."""
+        """Name of the item, with its number of trained tokens."""
         counts = f"{self.tokens:,} tokens, {self.supervised:,} trained"
         return f"{self.key} {self.item:,} ({', '.join(self.why)}): {counts}"
 
 
 _SEARCHED = 64
-"""Items, drawn by a seed, in which tools and reasoning are looked for."""
+"""Number of sampled items that are searched for tools and reasoning."""
 _KINDS: Mapping[str, re.Pattern[str]] = {
     "tools": re.compile(r"tool_call|TOOL_CALLS|python_tag|tool▁call|to=functions|<function"),
     "reasoning": re.compile(
         r"<think(?!(?:ing)?>\s*</think)|\[THINK\]|START_THINKING|channel\|?>\s*(?:thought|analysis)|seed:think"
     ),
 }
-"""What templates write around tool calls and reasoning; thoughts without a word, as Qwen 3 has them, are none."""
+"""Text that templates write around tool calls and reasoning. Empty thoughts, as in Qwen 3, do not count."""
 
 
 def examples(store: Store, tokenizer: Tokenizer | None, *, seed: int = 0) -> list[Example]:
-    """Return items that show every kind of thing, and some drawn by a seed; none without a tokenizer.
+    """Return items that show every kind of content, and some sampled by a seed; empty without a tokenizer.
 
     Of texts without a mask the first, a middle and the last.
     """
@@ -193,7 +193,7 @@ def _example(store: Store, tokenizer: Tokenizer, key: str, item: int, why: tuple
 
 
 def _shown_tokens(trained: BoolArray, starts: Int64Array, stops: Int64Array) -> BoolArray:
-    """Return which tokens of an item to show: all of a short one, of a long one those around what is trained on."""
+    """Return the tokens of an item to show: all of a short item, or those around trained tokens of a long one."""
     shown = np.ones(trained.size, np.bool_)
     if trained.size <= EXAMPLE_TOKENS:
         return shown
@@ -232,15 +232,15 @@ class DocumentPart:
     strings: tuple[str, ...] | None
     """Each id as text; None without the tokenizer. A character that is spread over ids belongs to the first."""
     continues: tuple[bool, ...] | None
-    """Whether each only continues the character of the one before it; None without the tokenizer."""
+    """Whether each token continues the character of the previous one. None without the tokenizer."""
     control: tuple[bool, ...] | None
-    """Whether each is a control token, which looks like a text that spells it; None without the tokenizer."""
+    """Whether each token is a special token, which looks like text that spells it. None without the tokenizer."""
     mask: tuple[int, ...] | None
     """The mask of each token as it is stored; None where the store has none."""
     trained: tuple[bool, ...]
-    """Whether each is a label: the first token of a document never is."""
+    """Whether each token is a label. The first token of a document is not."""
     length: int
-    """How many tokens it has, also where not all of them are shown."""
+    """Number of tokens of the document, including those that are not shown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -252,7 +252,7 @@ class DocumentContents:
     origin: Origin
     parts: tuple[DocumentPart, ...]
     rewards: tuple[float, ...] | None
-    """Of its responses, in a store of groups."""
+    """Rewards of its responses, for a store of groups."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON values."""

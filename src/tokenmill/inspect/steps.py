@@ -1,4 +1,4 @@
-"""A step as people look at it: which tokens of which documents stand in its rows, and which are trained on."""
+"""Contents of a step: the tokens and documents of its rows, and which tokens are trained on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tokenmill.types import AnyArray, Batch, BoolArray, Int64Array, Span, token_
 MAX_ROWS = 512
 """Rows of a step that are looked at together."""
 _ROWS_AT_ONCE = 32
-"""Of which arrays are made, so that memory is used again instead of asked for; see benchmarks/view.py."""
+"""Rows whose arrays are made at once. Memory is then used again instead of requested (benchmarks/view.py)."""
 MAX_TOKENS = 4096
 """Tokens of a strip that are spelled out together."""
 SAMPLED_ROWS = 4096
@@ -46,7 +46,7 @@ class Strip:
     room: int
     """Columns: tokens that it has room for."""
     spans: tuple[Span, ...]
-    """Its documents, in order."""
+    """Documents of the row, in order."""
     places: tuple[int, ...]
     """Column of the first token of each: what no span covers is padding, also between two (`segment_multiple`)."""
     trained: tuple[tuple[int, int], ...]
@@ -55,16 +55,16 @@ class Strip:
     """Columns that hold BOS."""
     eos: tuple[int, ...] = ()
     reward: float | None = None
-    """Of a response."""
+    """Reward of a response."""
 
     @property
     def length(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return sum(span.length for span in self.spans)
 
     @property
     def num_trained(self) -> int:
-        """How many of them are labels."""
+        """Number of tokens that are labels."""
         return sum(end - begin for begin, end in self.trained)
 
 
@@ -85,10 +85,10 @@ class StepContents:
 
     step: int
     steps: int
-    """Of the run."""
+    """Number of steps of the run."""
     stage: str
     progress: float
-    """How much of the stage is behind."""
+    """Share of the stage before this step."""
     lr_scale: float
     shares: Mapping[str, float]
     """Share of rows that the weights ask for from each source."""
@@ -108,10 +108,10 @@ class StripToken:
     """None without the tokenizer."""
     document: int
     position: int
-    """In its document, from 0."""
+    """Index of the token in its document, from 0."""
     trained: bool
     continues: bool = False
-    """Whether it only continues the character of the token before it; its text is empty then."""
+    """Whether the token continues the character of the previous one. Its text is then empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ class StripTokens:
     slot: int
     source: str
     strip: int
-    """Which of the row's strips."""
+    """Index of the strip in its row."""
     key: str
     room: int
     length: int
@@ -214,7 +214,7 @@ def inspect_strip(
 
 
 def _texts(tokenizer: Tokenizer, ids: AnyArray, spans: Sequence[Span], shown: range) -> TokenTexts:
-    """Return the texts of some tokens of a strip; those of one span do not continue those of another."""
+    """Return the texts of tokens of a strip. A character does not continue across spans."""
     texts: list[str] = []
     continues: list[bool] = []
     end = 0
@@ -237,26 +237,26 @@ class StepMember:
     micro_batch: int
     slots: tuple[int, ...]
     cost: float
-    """What attention over these rows costs, where 1 is the mean over all ranks and micro-batches."""
+    """Cost of attention over these rows, relative to the mean over all ranks and micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDeal:
-    """Who takes which rows of a step, as they stand and dealt by what they cost."""
+    """Assignment of the rows of a step to ranks, in order and by cost."""
 
     ranks: int
     micro_batch: int
     balanced: bool
-    """Whether the run deals rows by cost; else ranks take them in order."""
+    """Whether the run assigns rows by cost. Otherwise ranks take them in order."""
     in_order: tuple[StepMember, ...]
     dealt: tuple[StepMember, ...]
     waiting_in_order: float
-    """How many times as long as the mean the step takes where ranks wait for one another at every micro-batch."""
+    """Time of the step relative to the mean rank, if ranks wait for each other at every micro-batch."""
     waiting_dealt: float
 
     @property
     def used(self) -> tuple[StepMember, ...]:
-        """Those by which the run goes."""
+        """Assignment that the run uses."""
         return self.dealt if self.balanced else self.in_order
 
 
@@ -297,7 +297,7 @@ def _check_within(what: str, number: int, count: int) -> None:
 
 
 def _stored(run: Run, step: int) -> tuple[Stage, dict[int, StoredRows]]:
-    """Return the stage of a step, and the rows of its sources that stand in stores."""
+    """Return the stage of a step, and the rows of its stored sources."""
     plan = run.plan()
     stage = plan.trained_stage(step)
     stored = stored_rows(stage)
@@ -448,7 +448,7 @@ def _tokens(store: Store, row: StepRow, strip: int) -> tuple[AnyArray, Int64Arra
 
 
 def row_arrays(run: Run, step: int, slot: int) -> dict[str, list[Any]]:
-    """Return the arrays of a batch for one row, as numbers: those that have a line for every row."""
+    """Return the arrays of a batch that have one entry per row, for one row, as numbers."""
     stage, stored = _stored(run, step)
     _check_within("slot", slot, stage.spec.global_batch_size)
     places, kind = (np.array([step]), np.array([slot])), buffers.record_type(stage)
@@ -466,17 +466,17 @@ def row_arrays(run: Run, step: int, slot: int) -> dict[str, list[Any]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourcePacking:
-    """How full the rows of a source are in a stage, and what they are made of."""
+    """Fill of the rows of a source in a stage, and their documents."""
 
     stage: str
     source: str
     packing: str
     rows: int
-    """Of an epoch."""
+    """Number of rows per epoch."""
     sampled: int
-    """How many of them were measured."""
+    """Number of rows that were measured."""
     fill: tuple[int, ...]
-    """How many of these are filled to 0 to 10%, 10 to 20%, ...; the last counts those that are full."""
+    """Number of measured rows filled to 0 to 10%, 10 to 20%, and so on. The last entry counts full rows."""
     spans: Mapping[str, int]
     """Spans a row -> how many rows; `8 to 15` for several numbers."""
     lengths: Mapping[str, int]

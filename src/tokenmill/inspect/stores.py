@@ -34,12 +34,12 @@ class SkippedRecords:
     line: int | None
     detail: str
     way_out: str
-    """What to do about it, where that is known."""
+    """Way out, if there is one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note:
-    """What was done to some records that are stored."""
+    """Change to records that are stored."""
 
     name: str
     records: int
@@ -50,7 +50,7 @@ class Note:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoreContents:
-    """All that is known of a store without its tokens, and the audit of what is trained on."""
+    """Summary of a store from its manifest, and the audit of its masks."""
 
     path: str
     kind: str
@@ -68,9 +68,9 @@ class StoreContents:
     recipe: Mapping[str, Any]
     skipped: Mapping[str, Any]
     reasons: tuple[SkippedRecords, ...]
-    """What was left out, by reason."""
+    """Dropped records by reason."""
     notes: tuple[Note, ...]
-    """What was counted of records that are stored."""
+    """Changes to stored records, by kind."""
     inputs: tuple[Mapping[str, Any], ...]
     longest: Mapping[str, int]
     """Array of token ids -> tokens of its longest item."""
@@ -200,7 +200,7 @@ def named_bins(counts: Int64Array) -> dict[str, int]:
 
 
 def _tokenizer_specs(store: Store) -> list[str]:
-    """Return where the tokenizer of a store may be: the copy beside it, and where it was then."""
+    """Return where the tokenizer of a store may be: the copy next to the store, and its original place."""
     copied = spec_of_copy(Path(store.path) / TOKENIZER_FOLDER)
     named = str(store.manifest.recipe.get("tokenizer", "bytes"))
     try:

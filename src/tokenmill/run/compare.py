@@ -32,28 +32,28 @@ Progress: TypeAlias = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """How two runs differ."""
+    """Difference of two runs."""
 
     first_step: int | None
     """First step whose batches differ; None if none was found."""
     stage: str | None
     """Name of its stage, as the second run has it, or else the first."""
     begins: int | None
-    """Step from which on batches may differ, as the descriptions say; None if all are the same."""
+    """First step at which batches may differ, by the descriptions of the plans. None if all are the same."""
     cause: Change | None
     """First difference of the descriptions of the plans; None if they are the same."""
     changes: tuple[Change, ...]
     """Keys that differ between the configs, in the order of the config."""
     differing: int
-    """How many rows differ."""
+    """Number of rows that differ."""
     compared: int
-    """How many were compared: from the first difference on, or from `begins` on, if none was found."""
+    """Number of compared rows, from the first difference, or from `begins` if none was found."""
     total: int
-    """How many there are to compare, to the end of the longer run."""
+    """Number of rows to compare, to the end of the longer run."""
     end_step: int
     """Step before which all have been compared."""
     steps: int
-    """Of the longer run."""
+    """Number of steps of the longer run."""
 
     @property
     def complete(self) -> bool:
@@ -152,9 +152,9 @@ class _Block:
     first: int
     end: int
     rows: int
-    """Of a step."""
+    """Number of rows of a step."""
     differing: Int64Array | int
-    """How many rows of each step differ; a number where it is the same for all."""
+    """Number of differing rows of each step; one number if it is the same for all steps."""
 
     @property
     def num_rows(self) -> int:
@@ -204,7 +204,7 @@ def _blocks(old: Plan, new: Plan, start: int, limit_rows: int, progress: Progres
 
 
 _Sides: TypeAlias = tuple[tuple[Stage, tuple[str, ...]], tuple[Stage, tuple[str, ...]]]
-"""Of both plans: a stage, and the names of all sources."""
+"""A stage of both plans, and the names of all sources."""
 
 
 def _same_slots(sides: _Sides, first: int, end: int, *, same_contract: bool) -> Int64Array:

@@ -48,7 +48,7 @@ logger = logging.getLogger("tokenmill")
 
 
 class EvalLoader(Loader):
-    """Batches of one rank of an eval; every `iter()` begins anew, and gives the same."""
+    """Batches of one rank of an eval. Every `iter()` restarts and yields the same batches."""
 
     def __iter__(self) -> Iterator[Batch]:
         self.seek(0)
@@ -56,7 +56,7 @@ class EvalLoader(Loader):
 
     @property
     def metrics_prefix(self) -> str:
-        """Beginning of the keys of `metrics`, which are not those of the run."""
+        """Prefix of the keys of `metrics`, which differ from those of the run."""
         return f"eval/{self.plan.stages[0].spec.name}/"
 
 
@@ -73,24 +73,24 @@ class Evals(dict[str, "Eval"]):
 
 @dataclass(frozen=True, kw_only=True)
 class EvalPart:
-    """What an eval takes from one place."""
+    """Rows that an eval takes from one place."""
 
     config: EvalSource
     store: Store
     documents: Int64Array | None
-    """Which documents of the store, ascending; None: all."""
+    """Documents of the store, ascending. None: all."""
     rows: StoredRows
     taken: int
-    """How many of its rows, from the first on."""
+    """Number of its rows that are taken, from the first one."""
 
     @property
     def name(self) -> str:
-        """What batches and reports call it."""
+        """Name in batches and reports."""
         return self.config.name
 
     @property
     def num_documents(self) -> int:
-        """How many documents it may take."""
+        """Number of documents that it may take."""
         return self.store.num_documents if self.documents is None else int(self.documents.size)
 
 
@@ -108,17 +108,17 @@ class Eval:
 
     @property
     def name(self) -> str:
-        """Of the table in the config."""
+        """Name of the table in the config."""
         return self.config.name
 
     @property
     def every(self) -> int | None:
-        """After how many steps to evaluate, if the config says."""
+        """Number of steps between evaluations. None if the config does not set it."""
         return self.config.every
 
     @property
     def every_tokens(self) -> int | None:
-        """After how many input slots of the run to evaluate, if the config says that."""
+        """Number of input slots of the run between evaluations. None if the config does not set it."""
         tokens = self.config.every_tokens
         return None if tokens is None else read_tokens(f"eval {self.name!r}", "every_tokens", tokens)
 
@@ -131,12 +131,12 @@ class Eval:
 
     @property
     def seq_len(self) -> int:
-        """How many tokens of a row are inputs."""
+        """Number of inputs per row."""
         return self.config.seq_len or self.run.config.run.seq_len
 
     @property
     def num_rows(self) -> int:
-        """How many rows there are, without those that only fill the last batches."""
+        """Number of rows, without those that only fill the last batches."""
         return sum(part.taken for part in self.parts)
 
     @cached_property
@@ -149,7 +149,7 @@ class Eval:
 
     @cached_property
     def parts(self) -> tuple[EvalPart, ...]:
-        """What is taken from each place, in order; stores are open, and packed."""
+        """Rows of each place, in order. Stores are opened and packed."""
         packed = [self._part(source) for source in self.config.parts]
         taken = self._taken([part.rows.num_rows for part in packed])
         if not sum(taken):
@@ -331,7 +331,7 @@ def find_evals(given: object, trained: object, *, where: str, beside: str) -> di
 
 
 def _eval_of(given: object, trained: object, where: str, beside: str) -> Eval | None:
-    """Return the eval that one thing stands for: itself, or that of a store beside the run that is trained on."""
+    """Return the eval of one value: the eval itself, or that of a store, with rows as the trained run has them."""
     from tokenmill.run.run import Run
 
     if isinstance(given, Eval):
@@ -367,11 +367,11 @@ def _apportion(shares: Sequence[Fraction], rows: int) -> list[int]:
 # memory, those of the training stores are read once, in blocks, so memory does not grow with what is trained on.
 
 SHOWN = 5
-"""How many documents of an eval that are trained on are named; all are counted."""
+"""Number of trained documents of an eval that are named. All are counted."""
 _ROWS = 1 << 16
 _HASHES = 1 << 20
 _PREFIX_BITS = 20
-"""Of a hash, by which almost all that are not looked for are passed over."""
+"""Leading bits of a hash that rule out almost all documents that are not searched for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,29 +381,29 @@ class SharedDocument:
     part: str
     """Name of the eval's source."""
     document: int
-    """Its number there."""
+    """Number of the document in that source."""
     trained: int
-    """Its number, or that of a document with the same tokens, in the source of the run."""
+    """Number of the same document, or of one with the same tokens, in the source of the run."""
     step: int | None
-    """First step that trains on it; None: the run does not come to it."""
+    """First step that trains on the document. None if no step does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """What an eval has in common with a source that is trained on."""
+    """Documents that an eval shares with a source that is trained on."""
 
     source: str
     by_number: int | None
-    """Documents of the eval that the run may draw, by their numbers; None: they stand in another store."""
+    """Documents of the eval that the run may read, by number. None if they are in another store."""
     by_content: int | None
-    """Documents whose tokens are those of a document that the run may draw; None: not known."""
+    """Documents with the same tokens as one that the run may read. None if unknown."""
     first: tuple[SharedDocument, ...]
     unknown: str | None
     """Why it is not known whether contents differ, and the way out."""
 
     @property
     def documents(self) -> int:
-        """How many are known to be in both."""
+        """Number of documents that are known to be in both."""
         return max(self.by_number or 0, self.by_content or 0)
 
 
@@ -436,7 +436,7 @@ class _Documents:
 
 
 def _hashes_of(store: Store, numbers: Int64Array) -> Uint64Array:
-    """Return the hashes of some documents; those that the store does not keep are computed from their tokens."""
+    """Return the hashes of documents. Hashes that the store does not keep are computed from tokens."""
     hashes = np.empty(numbers.size, np.uint64)
     shards = np.searchsorted(store.document_begins, numbers, side="right") - 1
     for shard in np.unique(shards).tolist():
@@ -471,7 +471,7 @@ class _Trained:
     """Why there are no matches, and the way out."""
 
     def holds(self, documents: Int64Array) -> BoolArray:
-        """Return whether any row that the plan may draw holds each document."""
+        """Return for each document whether a row that the plan may read holds it."""
         held = np.zeros(documents.size, np.bool_)
         for rows in self.rows:
             held[~held] = rows.holds(documents[~held])
@@ -498,7 +498,7 @@ def _trained(run: Run, name: str, evals: Mapping[str, Sequence[_Documents]]) -> 
 def _find(
     trained: _Trained, store: Store, evals: Mapping[str, Sequence[_Documents]]
 ) -> tuple[Uint64Array, Int64Array] | None:
-    """Look for the documents of all evals among those that are trained on; return `matches`."""
+    """Search the trained documents for those of all evals, and return `matches`."""
     wanted = np.unique(np.concatenate([part.hashes for parts in evals.values() for part in parts]))
     first = np.full(wanted.size, -1, np.int64)
     shift = np.uint64(64 - _PREFIX_BITS)

@@ -30,7 +30,7 @@ _RAMP = ("ramp", "ramp_steps", "ramp_from")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fork:
-    """What a fork has written."""
+    """Files that a fork has written."""
 
     config: Path
     state: Path
@@ -38,11 +38,11 @@ class Fork:
     """Name of the stage that begins where the runs part."""
     step: int
     plan: str
-    """Of the new run."""
+    """Fingerprint of the new run's plan."""
     shared: str
     """Fingerprint of all batches before the step, which both runs have."""
     edited: bool
-    """Whether the new run has other batches at all; without weights it has none until it is edited."""
+    """Whether any batch differs from the old run. Without weights none does until you edit the config."""
 
 
 def fork(
@@ -114,7 +114,7 @@ def _new_config(to: Path) -> Path:
 
 
 def _check_live(run: Run, step: int) -> None:
-    """Refuse a fork behind live text: where its lanes stand at a step is known from a state alone."""
+    """Reject a fork after live text, because only a state records the positions of its lanes."""
     drawn = {name for part in run.plan().stages if part.spec.start_step < step for name in part.names}
     for name in run.live:
         if name in drawn:
@@ -127,7 +127,7 @@ def _check_live(run: Run, step: int) -> None:
 def _forked(
     run: Run, file: Path, step: int, name: str | None, weights: Mapping[str, float] | None
 ) -> tuple[Run, str]:
-    """Return the new run, proven to share what comes before, and the name of the stage that begins there."""
+    """Return the new run, checked to share all earlier batches, and the name of the stage that begins there."""
     plan = run.plan()
     tables = _moved(_tables(run), run.folder, file.parent)
     # Where documents are quarantined at the very step, a stage that begins there must not start their source again.
@@ -186,7 +186,7 @@ def _check_name(name: str, taken: Sequence[str]) -> None:
 
 
 def _check_ramp(stage: ResolvedStage, step: int) -> None:
-    """Refuse a step in the midst of a ramp, which is counted from the start of its stage and cannot be cut."""
+    """Reject a step within a ramp. A ramp is counted from the start of its stage and cannot be cut."""
     end = stage.start_step + stage.ramp_steps
     if step < end:
         raise ConfigError(

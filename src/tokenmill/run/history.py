@@ -32,7 +32,7 @@ Tables: TypeAlias = Mapping[str, Any]
 """A config as nested tables; what it leaves at its default is not in them."""
 
 PLAN_DIGITS = 16
-"""Of a plan's fingerprint, as states name it."""
+"""Digits of a plan's fingerprint in states."""
 _SHOWN_ITEMS = 8
 """Longer lists are shown by their first items."""
 _SHOWN_CHANGES = 3
@@ -60,7 +60,7 @@ class PlanRecord:
 
     @classmethod
     def of(cls, plan: Plan, config: Config) -> PlanRecord:
-        """Return what is kept of a plan that was compiled from a config."""
+        """Return the record of a plan that was compiled from a config."""
         described = plan.describe()
         return cls(**described | {"stages": tuple(described["stages"])}, config=tables_of(config))
 
@@ -81,7 +81,7 @@ class PlanRecord:
 
 
 def tables_of(config: Config) -> dict[str, Any]:
-    """Return a config as tables of JSON values; what is at its default is left out."""
+    """Return a config as tables of JSON values, without values that are the default."""
     tables: dict[str, Any] = {"run": table_of(config.run)}
     for name in LISTS:
         items = [table_of(item) for item in getattr(config, name)]
@@ -91,7 +91,7 @@ def tables_of(config: Config) -> dict[str, Any]:
 
 
 def table_of(item: Any) -> dict[str, Any]:  # noqa: ANN401 - any dataclass of the config
-    """Return one record of a config as a table; what is at its default is left out."""
+    """Return one record of a config as a table, without values that are the default."""
     defaults = {
         key.name: key.default if key.default_factory is MISSING else key.default_factory() for key in fields(item)
     }
@@ -117,7 +117,8 @@ class Change:
     """A key with another value, in a config or in the description of a plan."""
 
     path: str
-    """Such as `stages[1].weights.web`. Numbers count in the new config, or in the old one for a removed table."""
+    """Path such as `stages[1].weights.web`. Indices count in the new config, or in the old one for a removed
+    table."""
     old: Value | None
     """Old value; None if the key was absent."""
     new: Value | None
@@ -252,7 +253,7 @@ class ForkPoint:
     """Run and step that a fork starts from."""
 
     config: str
-    """Its file, from the folder of the fork."""
+    """Config file of the run, relative to the folder of the fork."""
     plan: str
     step: int
     """Batches before it are shared."""
@@ -385,7 +386,7 @@ def _plan_file(folder: Path, number: str) -> Path:
 
 
 def read_plan(folder: Path, number: str) -> PlanRecord | None:
-    """Return what is on record of a plan; None if there is nothing."""
+    """Return the record of a plan, or None."""
     with suppress(OSError, ConfigError):
         file = _plan_file(folder, number)
         return _unpacked(read_json(_PlanFile, file.read_bytes(), str(file)))
@@ -451,7 +452,7 @@ def _keep(folder: Path, number: str, plan: PlanRecord) -> None:
 
 
 def _append(file: Path, edit: Edit) -> None:
-    """Add a line in one write, so that those of several processes never mix."""
+    """Append a line in one write, so that lines of several processes do not mix."""
     from tokenmill.store.layout import read_at
 
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -35,7 +35,7 @@ class Quarantine:
     documents: int
     """Number of documents that have one of them."""
     added: int
-    """Those that were not in quarantine before."""
+    """Number of documents that were not quarantined before."""
     missing: tuple[str, ...]
     """Values that no document has."""
     file: Path | None

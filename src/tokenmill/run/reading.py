@@ -26,7 +26,7 @@ from tokenmill.tables import as_json
 from tokenmill.types import Int64Array, RemoteOptions
 
 SHUFFLES = ("full", "window")
-"""What is always reported, side by side, beside the shuffle of the run."""
+"""Shuffles that are always reported, in addition to that of the run."""
 _SAMPLES = 16
 """Blocks of the loader that are counted, of rows that are shuffled far."""
 _SAMPLE_ROWS = 1 << 20
@@ -35,16 +35,16 @@ _SAMPLE_ROWS = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Link:
-    """How stores are reached."""
+    """Network link to the stores."""
 
     nodes: int = 1
     """Machines that train; the ranks of one share a mirror."""
     latency_ms: float = 50.0
-    """From a request to its first byte."""
+    """Milliseconds from a request to its first byte."""
     gbit: float = 10.0
     """Bandwidth of a node, in 10^9 bits a second."""
     concurrency: int = RemoteOptions().concurrency
-    """Requests of a node that are under way at a time."""
+    """Concurrent requests of a node."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "gbit", "concurrency"):
@@ -56,11 +56,11 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prices:
-    """In dollars. The defaults are those of S3 Standard in us-east-1, read from within its region."""
+    """Prices in dollars. The defaults are those of S3 Standard in us-east-1, read within the region."""
 
     thousand_requests: float = 0.0004
     gigabyte: float = 0.0
-    """That leaves the region: about 0.02 to another one, 0.09 to the internet."""
+    """Price per GB that leaves the region: about 0.02 to another region, 0.09 to the internet."""
 
     def __post_init__(self) -> None:
         for name in ("thousand_requests", "gigabyte"):
@@ -74,33 +74,33 @@ class Prices:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What a stage asks of the store of one source under one shuffle, over all nodes; no epoch is kept."""
+    """Requests of a stage to the store of one source under one shuffle, over all nodes. No epoch is cached."""
 
     stage: str
     source: str
     shuffle: str
     is_planned: bool
-    """Whether the run has this shuffle in this stage."""
+    """Whether the run uses this shuffle in this stage."""
     epochs: float
     rows: int
     requests: int
     bytes: int
     mirror_bytes: int
-    """What the mirror of a node must hold so that it asks for nothing twice."""
+    """Size of a node's mirror that avoids reading anything twice."""
     seconds: float
-    """For which a node reads: as long as its bytes take, or its requests, whichever is longer."""
+    """Seconds that a node reads: the time of its bytes or of its requests, whichever is longer."""
     dollars: float
     counted_rows: int
     """Rows that were looked at; the other figures are in proportion to them."""
 
     @property
     def mean_request_bytes(self) -> float:
-        """How large a request is, in the mean."""
+        """Mean size of a request."""
         return self.bytes / self.requests if self.requests else 0.0
 
     @property
     def an_epoch(self) -> Reading:
-        """What one of its epochs asks for; all of it, if it is less than one."""
+        """Requests of one epoch, or of the whole stage if it is less than one epoch."""
         epochs = max(self.epochs, 1.0)
         return replace(
             self,
@@ -113,7 +113,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadingReport:
-    """What a run asks of object storage."""
+    """Requests of a run to object storage."""
 
     link: Link
     prices: Prices
@@ -180,13 +180,13 @@ class _Counting:
     link: Link
     prices: Prices
     page: int
-    """What is read as a whole, in bytes."""
+    """Bytes that are read as a whole."""
     whole: tuple[str, ...]
     horizon: int
-    """Bytes that a loader asks for ahead, of which a block takes a quarter."""
+    """Bytes that a loader prefetches. A block takes a quarter of them."""
 
     def reading(self, stage: Stage, name: str, rows: StoredRows, mode: str) -> Reading:
-        """Return what one shuffle of a source asks for in a stage."""
+        """Return the requests of a source in a stage under one shuffle."""
         link, drawn = self.link, stage.draws[name]
         by_blocks = mode in self.whole and rows.whole_blocks(np.arange(1), 1) is not None
         counted = requests = size = largest = 0

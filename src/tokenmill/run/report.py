@@ -47,44 +47,44 @@ from tokenmill.types import (
 )
 
 AUDITED_ITEMS = 1 << 16
-"""Of each array with a mask, so that a report takes no longer for a larger store."""
+"""Items that are audited per array with a mask, so that a larger store takes no longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quarantined:
-    """What a quarantine adds, at its step, to what of the source was in quarantine before."""
+    """Documents that a quarantine adds, at its step, to earlier quarantines of the source."""
 
     source: str
     from_step: int
     documents: int | None
     tokens: int | None
-    """Over all arrays; both None for live text, which is not counted."""
+    """Tokens over all arrays. Both counts are None for live text."""
     whole: bool
-    """Whether nothing of the source is left."""
+    """Whether the whole source is quarantined."""
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalFacts:
-    """One eval at a glance, and what it has in common with what is trained on."""
+    """Summary of one eval, and the documents that it shares with trained sources."""
 
     name: str
     sources: tuple[str, ...]
     documents: int
-    """That it names."""
+    """Number of documents that it names."""
     held_out: int
-    """Of these, those that it takes from a source of the run."""
+    """Number of documents that it takes from a source of the run."""
     rows: int
     seq_len: int
     tokens: int
     """Input slots of the rows that hold a token."""
     labels: int
     every: int | None
-    """Steps."""
+    """Number of steps between evaluations."""
     every_tokens: int | None
-    """Input slots, in place of steps."""
+    """Number of input slots between evaluations, instead of steps."""
     overlaps: tuple[Overlap, ...]
-    """With each source that is trained on."""
+    """Shared documents, for each source that is trained on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,9 +94,10 @@ class Costs:
     read_bytes: int
     """Tokens and masks of all steps that are trained on, over all ranks; live text is not among them."""
     read_bytes_exact: bool
-    """Otherwise a little more than will be read: rows that are not full are taken to have one token more."""
+    """Whether `read_bytes` is exact. Otherwise it is slightly too high, because partly filled rows count one token
+    more."""
     read_bytes_a_step: Mapping[str, int]
-    """Of each stage, in the mean."""
+    """Mean bytes per step, by stage."""
     index_bytes: int
     """Row indexes in memory."""
     mapped_index_bytes: int
@@ -108,39 +109,40 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Imbalance:
-    """How long a step of a stage takes where ranks wait for one another at each micro-batch of one row."""
+    """Time of a step if ranks wait for each other at every micro-batch of one row."""
 
     stage: str
     ranks: int
     in_order: float
-    """Where ranks take rows in their order: how many times as long as if every rank always had the same work."""
+    """Time with rows in order, relative to equal work on all ranks."""
     dealt: float
-    """Where rows are dealt by what they cost."""
+    """Time with rows assigned by cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class RunReport(PlanReport):
-    """What a run will do: all that `tokenmill plan` shows."""
+    """Report of a run before its first step: everything that `tokenmill plan` shows."""
 
     horizon: int
-    """How many of the next tokens are labels of an input."""
+    """Number of next tokens that are labels of an input."""
     segment_multiple: int
     """To a multiple of how many columns every segment is filled up."""
     fim: Mapping[str, float]
     """Source -> share of its documents that were cut to learn to fill in the middle; those without are left out."""
     imbalance: tuple[Imbalance, ...]
-    """For some numbers of ranks, by stage, over some of its steps; nothing where rows are not dealt by cost."""
+    """Waiting time for several numbers of ranks, by stage, sampled over steps. Empty unless rows are assigned by
+    cost."""
     quarantined: tuple[Quarantined, ...]
     epochs: EpochCount | None
-    """What the epochs come to, if the config gives its length in epochs."""
+    """Rows and steps of the epochs, if the config sets its length in epochs."""
     evals: tuple[EvalFacts, ...]
     costs: Costs
     warnings: tuple[str, ...]
-    """What is legal but seldom meant, a sentence each: where: what is odd; the way out."""
+    """Sentences about settings that are legal but rarely intended, each with a way out."""
     history: tuple[str, ...]
     """The plans that the run was loaded with before, a line each."""
     supervision: Mapping[str, tuple[Audit, ...]]
-    """How much is trained on, of each source with a mask; nothing of EOS, as no token is read."""
+    """Share of trained tokens of each source with a mask. EOS is not checked, because no token is read."""
 
     def _repr_html_(self) -> str | None:
         """Show all tables in a notebook."""
@@ -247,7 +249,7 @@ _SOME_STEPS = 8
 
 
 def _imbalance(run: Run) -> Iterator[Imbalance]:
-    """Yield what a deal gains, by the costs that the config says; looks at the lengths of some steps' documents."""
+    """Yield the waiting times in order and by cost. Reads document lengths of some steps."""
     price = run.config.run.balance
     if price is None:
         return
@@ -456,7 +458,7 @@ _MAX_DOCUMENTS = 1000
 
 
 def _idle_quarantines(run: Run) -> Iterator[str]:
-    """Warn of those of the latest quarantines that change nothing: what they name is not trained on anyway."""
+    """Warn of recent quarantines without an effect, because what they name is not trained on anyway."""
     for edit in sorted(run.config.quarantine, key=lambda edit: edit.from_step)[-_MAX_EDITS:]:
         others = tuple(other for other in run.config.quarantine if other is not edit)
         try:
@@ -523,7 +525,7 @@ def long_records(run: Run, *, count: bool = True) -> Iterator[str]:
 
 
 def _cut_anywhere(stage: ResolvedStage, rows: StoredRows, records: str, *, count: bool) -> str | None:
-    """Say how many records `concat` cuts."""
+    """Return a sentence about records that `concat` cuts."""
     some = "some"
     if count:
         assert isinstance(rows, ConcatRows)
@@ -548,7 +550,7 @@ def _cropped(stage: ResolvedStage, rows: StoredRows, records: str, *, count: boo
 
 
 def _longer(stage: ResolvedStage, rows: StoredRows, records: str, packing: str, *, count: bool) -> str | None:
-    """Say how many records are longer than a row of `best_fit` or `padded`, and what they lose."""
+    """Return a sentence about records that are longer than a row of `best_fit` or `padded`, and their loss."""
     split = long_documents(f"stage {stage.name!r}", stage.on_long, packing)
     if count:
         # A row of a sequence has one token more, the last label.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class BatchSpan(Span):
-    """A run of tokens of one document, in a row of a batch; tokens are read when they are asked for."""
+    """A range of tokens of one document in a row of a batch. Tokens are read on access."""
 
     store: Store
 
@@ -35,7 +35,7 @@ class BatchSpan(Span):
 
     @property
     def ids(self) -> AnyArray:
-        """Token ids; of a pair those of the chosen side, of a group those of the prompt."""
+        """Token ids. For a pair those of the chosen side, for a group those of the prompt."""
         return span_ids(self.store, self)
 
     @property

@@ -22,21 +22,21 @@ STAGES = [
     {"name": "longer", "start_step": 3, "seq_len": 32},
     {"name": "mixed", "start_step": 6, "weights": {"answers": 0.7, "web": 0.3}, "ramp": "cosine", "ramp_steps": 4},
 ]
-"""Rows that come whole, what is left of an epoch, and weights that change."""
+"""Stages with full rows, with the rest of an epoch, and with changing weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmReport:
-    """What was compiled, and where it lies."""
+    """Kernels that were compiled, and their folder."""
 
     folder: str | None
-    """Where compiled kernels are kept; None where no folder can be written to."""
+    """Folder of compiled kernels. None if no folder is writable."""
     compiled: Mapping[str, float]
     """Kernel -> seconds that it took."""
     loaded: int
-    """How many kernels were there already."""
+    """Number of kernels that were compiled before."""
     seconds: float
-    """Of the whole rehearsal."""
+    """Seconds of the whole rehearsal."""
 
 
 def warm() -> WarmReport:
