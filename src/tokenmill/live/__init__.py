@@ -1,10 +1,10 @@
 """Text that is tokenized while a model trains.
 
-1. In: files of documents, a tokenizer, how documents become rows.
-2. Does: cuts the files into windows and deals them to a fixed number of lanes, epoch after epoch; a lane reads one
-   window at a time, shuffles its documents, tokenizes and packs them, by threads that work ahead.
-3. Out: rows that a loader draws, in an order that depends on neither ranks nor threads; a place for each lane, from
-   which any world size goes on.
+1. In: files of documents, a tokenizer, and options of packing.
+2. Does: cuts the files into windows and assigns them to a fixed number of lanes, epoch after epoch. A lane reads
+   one window at a time, shuffles its documents, tokenizes and packs them, in threads that prefetch.
+3. Out: rows in an order that depends on neither ranks nor threads, and a position per lane, from which any number
+   of ranks resumes.
 """
 
 from tokenmill.live.lanes import LiveLoader

@@ -1,7 +1,7 @@
-"""Lanes: streams of rows, each with a place of its own; as a source of a plan, and as a loader of one source.
+"""Lanes: streams of rows with a position each, as a source of a plan and as a loader of one source.
 
-A lane holds the window that it draws from. Threads make windows before they are needed: those first whose lanes
-have the fewest rows left.
+A lane keeps the window that it reads from. Threads prepare windows ahead, first for the lanes with the fewest rows
+left.
 """
 
 from __future__ import annotations
@@ -84,8 +84,7 @@ class LaneWindow:
 def find_window(source: LiveSource, windows: Windows, request: WindowRequest, show: Show) -> LaneWindow:
     """Return the first window of a lane, from a position on, that has rows left.
 
-    The search ends after as many windows as there are, or, where every epoch is the same, after one epoch: without
-    text it would never end.
+    The search ends after all windows, or after one epoch if every epoch is the same. Without text it would not end.
     """
     lane, position = request.lane, request.position
     options = source.options.in_format(request.format)
@@ -150,10 +149,10 @@ class _Unwanted(Exception):
 
 
 class WindowThreads:
-    """A few threads, and what they are asked for, in the order of asking.
+    """A few threads, and their requests in order.
 
-    They are daemons, so that one that hangs in a read does not keep the process from ending; those that can are
-    waited for, as an extension that is still at work when the interpreter goes may crash it.
+    They are daemons, so that a thread that hangs in a read does not keep the process alive. `stop` joins the
+    others, because an extension that runs during shutdown may crash the interpreter.
     """
 
     def __init__(self, find: Callable[[WindowRequest, Show], LaneWindow], threads: int, timeout: float) -> None:
@@ -533,9 +532,9 @@ class LiveRows(LaneRows):
 
 
 class LiveLoader(Loader):
-    """Batches of one rank, of one source of live text; no config and no plan need to be written for it.
+    """Batches of one rank from one source of live text, without a config.
 
-    Its states go by files, tokenizer and options: with the same lanes, they may be resumed with another batch.
+    Its states depend on files, tokenizer and options. With the same lanes they resume with another batch size.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Files and a tokenizer, opened to be trained on as they are: which documents are packed together, and when.
 
 Files are cut into units as for a build, and large units into parts: document i belongs to part i % parts. Every
-epoch puts all windows into an order of its own and deals them in turn: lane l of L reads those at l, l + L, l + 2L.
+epoch shuffles all windows and assigns them to lanes in turn: lane l of L reads windows l, l + L, l + 2L.
 
-Windows are of about one size, so all lanes would come to the end of theirs at the same step, again and again. With
-shuffling, a lane therefore begins an epoch with a share of its first window, (l + 1) / L of it, and reads the rest
-of that window last: the ends are spread evenly over the steps, and a thread or two can keep up with them.
+Windows have about the same size, so all lanes would reach the end of theirs at the same step. With shuffling, lane
+l therefore starts an epoch with a share of its first window, (l + 1) / L of it, and reads the rest of that window
+last. The ends are then spread over the steps, and one or two threads can keep up with them.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class NanochatTokenizer(Protocol):
 class ForeignTokenizer:
     """An object with nanochat's methods as a tokenizer; every document starts with its BOS.
 
-    It is known by the name of its class, the size of its vocabulary and the ids of a few texts: a change that
-    none of these shows is not seen.
+    The name of its class, the size of its vocabulary and the ids of a few texts identify it. Other changes are not
+    noticed.
     """
 
     inner: NanochatTokenizer = field(repr=False)
@@ -226,9 +226,9 @@ class LiveOptions:
         return min(max(MEMORY_BYTES // lanes, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES)
 
     def describe(self, lanes: int) -> dict[str, int | str | bool]:
-        """Return what decides the rows beside files and tokenizer, as JSON.
+        """Return what decides the rows, in addition to files and tokenizer, as JSON.
 
-        `on_error` is no part of it: it decides whether a run goes on, and rows that were delivered are the same.
+        `on_error` is not included: it decides whether a run continues, and delivered rows do not depend on it.
         """
         return {
             **self.policy.describe(),
@@ -299,7 +299,7 @@ def piece_name(piece: Piece) -> str:
 def record_name(piece: Piece, line: int) -> str:
     """Name a record for people; `line` is counted from 0 at the start of the piece.
 
-    How many lines or rows stand before a piece is not known without reading them.
+    The number of lines or rows before a piece is not known without reading them.
     """
     if piece.begin == 0:
         return place(piece, line)

@@ -64,10 +64,10 @@ class Tokenized:
 def tokenize_window(
     window: Window, epoch: int, tokenizer: Tokenizer, options: LiveOptions, beat: Beat = lambda: None
 ) -> Tokenized:
-    """Read the documents of a window, tokenize them and put them in order; how they are packed does not matter.
+    """Read the documents of a window, tokenize them and put them in order, for any packing.
 
-    A batch is tokenized while it is in the caches of the core that has read it, and its texts are let go: tokens
-    are put in order, not texts.
+    A batch is tokenized while it is in the caches of the core that read it. Tokens are sorted, not texts, so texts
+    can be freed.
     """
     skipped: list[Skipped] = []
     if options.fim is not None:
@@ -91,8 +91,8 @@ def _encode_parts(
 ) -> list[tuple[Encoded, Int64Array]]:
     """Read and tokenize the documents of a window; each part comes with (piece, line) of its documents.
 
-    A file that is not there, or not as large as it was, ends the run whatever `on_error` says: with other files the
-    rest of the run would not be the one that its state stands for.
+    A missing file, or one of another size, ends the run for any `on_error`, because states of the run belong to the
+    same files.
     """
     _check_sizes(window)
     try:

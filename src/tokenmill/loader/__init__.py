@@ -1,9 +1,9 @@
 """Rows to arrays, for one rank.
 
-1. In: a compiled plan whose rows stand in stores, or are drawn from lanes; a layout of ranks, a micro-batch.
-2. Does: computes the rows of the rank's slice, finds their spans, copies them into arrays by kernels
-   that release the GIL, ahead of the caller if asked.
-3. Out: dicts of arrays, in order, from any step where no row is drawn; a small state; digests.
+1. In: a compiled plan of stored or live rows, a layout of ranks, and a micro-batch size.
+2. Does: computes the rows of the rank's slice, finds their spans, and copies them into arrays by kernels that
+   release the GIL, ahead of the caller with threads.
+3. Out: dicts of arrays, in order, or of any step of stored rows; a small state; digests.
 """
 
 from tokenmill.loader.attribution import NO_DOCUMENT, Attribution

@@ -1,4 +1,4 @@
-"""Sources whose rows are made as they are drawn: what a loader asks of their lanes, and where these stand."""
+"""Live sources: how a loader reads lanes and saves their positions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from tokenmill.errors import ConfigError, PlanError, ResumeError
 from tokenmill.loader.blocks import Block, RowsInMemory
 from tokenmill.loader.state import EDITED, LanePosition, LiveState, Position, RowFormat, live_json
-from tokenmill.plan.rows import ENDLESS, EpochProgress, Rows, TokenCounts
+from tokenmill.plan.rows import ENDLESS_ROWS, EpochProgress, Rows, TokenCounts
 from tokenmill.plan.stages import rows_at
 from tokenmill.types import AnyArray, Batch, Fates, Int64Array, Spans
 
@@ -139,7 +139,7 @@ class LaneRows(_PlanRows):
     @property
     def num_rows(self) -> int:
         """More rows than a run can read."""
-        return ENDLESS
+        return ENDLESS_ROWS
 
     @property
     def num_rest(self) -> int:
@@ -209,11 +209,11 @@ class _Draws:
 
 
 class DrawnSources:
-    """All sources of a loader whose rows are drawn.
+    """Live sources of a loader.
 
-    Slot s of a batch of B rows draws from lane s * L // B of each of its sources. A rank has the same part of the
-    lanes as of the batch, so no other rank draws from them, whatever the number of ranks. Lanes are gone through
-    in order: what is ahead of them cannot be looked at, nor can a step be gone to but by a state.
+    Slot s of a batch of B rows reads from lane s * L // B of each of its sources. A rank has the same part of the
+    lanes as of the batch, so no other rank reads from them, for any number of ranks. Lanes are read in order, so
+    only a state leads to another step.
     """
 
     def __init__(self, plan: Plan, part: RankSlice, options: LoaderOptions) -> None:

@@ -1,9 +1,8 @@
 """Rows cut from the stream of all documents end to end: closed form, no index.
 
-Row r holds tokens r * seq_len to (r + 1) * seq_len of the stream, both included: one more than
-seq_len, so that every input has a label; that token is also the first input of the next row. All
-tokens are used but the last partial row, which `dropped_tokens` counts. Documents that are excluded are
-holes in the stream, over which it closes.
+Row r holds tokens r * seq_len to (r + 1) * seq_len of the stream, both included. That is one more than seq_len, so
+every input has a label; the last token is also the first input of the next row. All tokens are used but the last
+partial row, which `dropped_tokens` counts. The stream closes up over excluded documents.
 """
 
 from __future__ import annotations

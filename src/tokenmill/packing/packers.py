@@ -1,10 +1,10 @@
-"""How documents become rows: the choices of a user, what a packed window is, and the packer of each policy.
+"""Packing policies: the choices of a user, the packed window, and the packer of each policy.
 
-A window has at most 2^14 documents, so a piece of a row is named by 16 bits: 14 for the document, and
-two flags. A piece that is not a whole document has its place in the `cuts` beside it.
+A window has at most 2^14 documents, so 16 bits name a piece of a row: 14 for the document, and two flags. A piece
+that is not a whole document has its place in `cuts`.
 
-A document of more than T + 1 tokens is cut into pieces of T + 1 that overlap by one token, which is the
-last label of a piece and the first input of the next: every token but the first is a label once.
+A document of more than T + 1 tokens is cut into pieces of T + 1 that overlap by one token. That token is the last
+label of a piece and the first input of the next, so every token but the first is a label once.
 """
 
 from __future__ import annotations

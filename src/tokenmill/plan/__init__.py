@@ -1,9 +1,9 @@
-"""Which row stands where: a pure function of the plan and the step.
+"""Rows of every step, as a pure function of the plan and the step.
 
-1. In: for each stage its weights, batch size, seed and shuffle, and for each source a row index (sizes).
+1. In: weights, batch size, seed and shuffle of each stage, and a row index (sizes) of each source.
 2. Does: step -> stage -> position -> (source, ordinal of its row) by the mixture -> row by the shuffle, and back.
-3. Out: the rows of any step (`Plan.rows`), what they are made of (`what`), when a document is seen (`when`),
-   and a digest of everything that decided the batches before a step.
+3. Out: the rows of any step (`Plan.rows`), their documents (`what`), the uses of a document (`when`), and a digest
+   of everything that decided the batches before a step.
 """
 
 from tokenmill.plan.compile import compile_plan

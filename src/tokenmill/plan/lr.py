@@ -19,19 +19,19 @@ DECAYS = ("cosine", "linear", "none")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSchedule:
-    """What the learning rate is multiplied by at each step: `schedule(step)`, from 0 on.
+    """Factor of the learning rate at each step: `schedule(step)`, from 0 on.
 
-    It goes by the tokens before a step, in input slots and with those of skipped steps, so that it comes to its end
-    with the last step, whatever batch ramps and stages do, and no skip moves it. `lr_scale` of stages is in it.
+    The factor is a function of the tokens before a step, in input slots and with those of skipped steps. So it ends
+    at the last step for any stages and batch ramps, and a skip does not move it. It includes `lr_scale` of stages.
     """
 
     plan: Plan
     warmup: int = 0
-    """Tokens over which it rises to 1, linearly; the first step has its part."""
+    """Tokens over which the factor rises to 1, linearly; the first step has its share."""
     decay: str = "cosine"
     """Shape of the decay: `cosine`, `linear`, or `none`."""
     decay_tokens: int | None = None
-    """Last tokens of the run over which it goes down; None: all after the warm-up."""
+    """Last tokens of the run over which the factor decays; None for all after the warm-up."""
     final: float = 0.1
     """Factor at the last step, without `lr_scale`."""
 

@@ -1,4 +1,4 @@
-"""Which source a position draws from, and the ordinal of its row there: exact shares, in closed form, both ways.
+"""Mixture of sources: the source of a position and the ordinal of its row, in closed form, both ways.
 
 The sources are the leaves of a Huffman tree over their weights. Of the first m draws that reach a node with
 weights (left, right), floor(m * left / (left + right) + 1/2) go left and the rest go right. So the source of a

@@ -64,7 +64,7 @@ class Moment:
     global_batch_size: int
     seq_len: int
     skipped: str | None
-    """Why the step is not trained on, if it is not."""
+    """Reason that the step is skipped; None if it is trained on."""
     tokens_seen: TokensSeen
     """Counts before the step: input slots and labels."""
 
@@ -317,7 +317,7 @@ class Plan:
 
     @cached_property
     def _described(self) -> list[tuple[int, dict[str, Any]]]:
-        """First step and description of every stage but those that only go on with the one before."""
+        """First step and description of every part of a stage that does not just continue the previous one."""
         described: list[tuple[int, dict[str, Any]]] = []
         for number, part in enumerate(self.stages):
             if number and part.continues(self.stages[number - 1]):

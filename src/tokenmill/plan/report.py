@@ -1,7 +1,7 @@
-"""What a plan will do, counted before its first step, and what of it is seldom meant.
+"""Counts of a plan before its first step, and warnings about it.
 
-Whole epochs are counted at once, so that a run of any length is reported soon. Nothing is known here of stores:
-what they must be asked for stands in `run/report.py`.
+Whole epochs are counted at once, so a run of any length is reported soon. `run/report.py` adds what only stores
+know.
 """
 
 from __future__ import annotations

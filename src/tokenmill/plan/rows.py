@@ -14,7 +14,7 @@ from tokenmill.types import AnyArray, BoolArray, Int64Array
 if TYPE_CHECKING:
     from tokenmill.types import Fates, Spans
 
-ENDLESS = 1 << 62
+ENDLESS_ROWS = 1 << 62
 """Number of rows of a source without epochs: more than a run can read."""
 
 
@@ -112,7 +112,7 @@ class Rows(Protocol):
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of an epoch; `ENDLESS` without epochs."""
+        """Number of rows of an epoch; `ENDLESS_ROWS` without epochs."""
         ...
 
     @property

@@ -1,8 +1,7 @@
 """Stages of training, as specified and as compiled.
 
-A stage is what the config calls so. Where something changes in the middle of it (a ramp ends, steps are skipped,
-documents are quarantined, a source is used up) it is compiled to several parts, each a `Stage` here; they share its
-name.
+A stage of the config is compiled to several parts, each a `Stage` here, where something changes in the middle of
+it: a ramp ends, steps are skipped, documents are quarantined, or a source is used up. The parts share its name.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ class StageSpec:
     """Factor of the learning rate in the stage; it does not change a batch."""
     ramp: Ramp | None = None
     skipped: str | None = None
-    """Why its steps are not trained on, if they are not. Their rows count as read."""
+    """Reason that its steps are skipped; None if they are trained on. Rows of skipped steps count as read."""
     drained: tuple[str, ...] | None = None
     """Sources that give their last rows, for the one step in which they do."""
 
@@ -116,7 +115,7 @@ class StageSpec:
 
 
 def _plain(weights: Weights) -> dict[str, float | str]:
-    """Return weights as JSON; a fraction that is no decimal as text."""
+    """Return weights as JSON; fractions become text."""
     return {
         name: str(weight) if isinstance(weight, Fraction) else float(weight) for name, weight in weights.items()
     }
@@ -124,15 +123,15 @@ def _plain(weights: Weights) -> dict[str, float | str]:
 
 SOURCE, CARRY, REST, SIZE, MODE, BLOCK_ROWS, WINDOW_BLOCKS = range(7)
 OLD_EPOCH, OLD_MODE, OLD_BLOCK_ROWS, OLD_WINDOW_BLOCKS = range(7, 11)
-"""Columns of a stage's table: one line a source. CARRY plus a draw of the mixture is the ordinal of a row, from 0.
-The rows are the REST of an earlier epoch, which counts as epoch -1, then epochs of SIZE rows. An epoch under way
-when the stage began ends in the order in which it began (OLD_...), so that a change of seed or shuffle loses and
-repeats no row. SIZE is 0 for a source without epochs: its rows are known by their ordinals alone."""
+"""Columns of a stage's table, which has one line per source. CARRY plus a draw of the mixture is the ordinal of a
+row, from 0. The rows are the REST of an earlier epoch, which counts as epoch -1, then epochs of SIZE rows. The
+epoch that was current when the stage began ends in its own order (OLD_...), so a change of seed or shuffle neither
+loses nor repeats a row. SIZE is 0 for a source without epochs, whose rows are known by their ordinals alone."""
 NO_EPOCH = -2
 _SOME_ROWS = 1 << 20
-"""Rows of whole batches that are looked through at a time."""
+"""Rows of whole batches that are searched together."""
 _KEPT_ORDERS = 64
-"""Orders of epochs that a stage keeps; a plan goes from one to the next."""
+"""Orders of epochs that a stage caches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +160,7 @@ class Stage:
     """Fraction of an epoch that the rest of each source is."""
     table: Int64Array
     keys: Uint64Array
-    """For each source: the key of epochs that begin in this stage, and of the one under way before it."""
+    """For each source: the key of epochs that begin in this stage, and of the current epoch when it began."""
     rotation_key: np.uint64
     rotate: bool
     """Whether each batch is rotated by a pseudo-random offset, so that no rank always gets the same source."""
@@ -312,7 +311,7 @@ class Stage:
         return self.mixture.positions_of(line, drawn + self.bases[line]) - self.origin
 
     def epochs(self, name: str, drawn: int | None = None) -> Fraction:
-        """Return how often a source has been read by the end of the stage, or after some draws of it.
+        """Return the epochs of a source by the end of the stage, or after some draws of it.
 
         The rest of an epoch completes it.
         """
@@ -400,7 +399,7 @@ def _batches(stage: Stage, steps: Int64Array, rotate: bool = True) -> tuple[Int6
 
 
 def _by_block(lines: Int64Array, arranged: Int64Array, num_lines: int) -> tuple[Int64Array | None, Int64Array]:
-    """Return the places of each line of the table in a batch, batch by batch, and what is to stand in them.
+    """Return the places of each line of the table in a batch, batch by batch, and the draws to put there.
 
     Of one line all places are its own: None.
     """
@@ -535,7 +534,7 @@ def _slots_by_block(stage: Stage, line: int, steps: Int64Array, ordinals: Int64A
 
 
 LAST_STEP = np.iinfo(np.int64).max
-"""Stands for a step that does not come."""
+"""Stands for a step that does not exist."""
 
 
 def next_steps(stage: Stage, name: str, rows: Int64Array, after: int) -> Int64Array:
