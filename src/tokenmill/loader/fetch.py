@@ -13,7 +13,7 @@ from tokenmill.loader import kernels
 from tokenmill.packing.stored import stored_rows
 from tokenmill.plan.stages import LAST_STEP, next_steps
 from tokenmill.store.layout import PAGE_BYTES
-from tokenmill.store.ranges import Ranges
+from tokenmill.store.ranges import FileRanges
 from tokenmill.store.store import wanted_of
 from tokenmill.types import Int64Array, Spans
 
@@ -89,19 +89,22 @@ class Fetches:
         mapped: list[tuple[MapCache, list[MappedFile]]] = []
         bases = np.zeros(shards.size, np.int64)
         spans = (places.shard, places.token, places.token + places.length)
-        by_reader: dict[int, tuple[list[int], list[Ranges]]] = {}
+        by_reader: dict[int, tuple[list[int], list[FileRanges]]] = {}
         for number, wanted in enumerate(wanted_of(requests, shards, spans, store.dtype(key).itemsize)):
-            if isinstance(wanted, Ranges):
-                numbers, ranges = by_reader.setdefault(id(wanted.request.reader), ([], []))
+            if isinstance(wanted, FileRanges):
+                numbers, ranges = by_reader.setdefault(id(wanted.file.reader), ([], []))
                 numbers.append(number)
                 shard = int(shards[number])
-                around = None if piece.around is None else _bytes_within(store, key, shard, piece.around)
-                ranges.append(replace(wanted, next_use=self._next_use(store, key, shard), around=around))
+                known = replace(wanted, next_use=self._next_use(store, key, shard))
+                ranges.append(known)
+                if piece.around is not None:
+                    begins, ends = _bytes_within(store, key, shard, piece.around)
+                    ranges.append(replace(known, begins=begins, ends=ends, to_mirror=True))
             else:
                 mapped.append((store._maps, store._maps.open([wanted])))
                 bases[number] = mapped[-1][1][0].address
         loans = tuple(
-            (numbers, ranges[0].request.reader.begin(ranges, ahead=self._options.ahead))
+            (numbers, ranges[0].file.reader.begin(ranges, ahead=self._options.ahead))
             for numbers, ranges in by_reader.values()
         )
         self._arriving.append(

@@ -15,8 +15,9 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.store.maps import LocalRequest, MapCache, MappedFile, read_file
-from tokenmill.types import Int64Array, Uint8Array
+from tokenmill.types import Int64Array, Uint8Array, Uint64Array, counted_from
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
@@ -38,8 +39,11 @@ class Loan(Protocol):
 class RangeReader(Protocol):
     """Where files are that are not mapped but read by ranges: object storage, or a disk that is not trusted."""
 
-    def begin(self, ranges: Sequence[Ranges], *, ahead: bool) -> Loan:
-        """Begin to read ranges of some files; those that are `ahead` of training wait for room in memory."""
+    def begin(self, ranges: Sequence[FileRanges], *, ahead: bool) -> Loan:
+        """Begin to read ranges of some files; those that are `ahead` of training wait for room in memory.
+
+        The loan has the files in this order, without those that go to a mirror alone.
+        """
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -60,33 +64,45 @@ class RangeRequest:
         return self.bytes
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Ranges:
-    """What is wanted of a file."""
+@dataclass(frozen=True, eq=False, kw_only=True, slots=True)
+class FileRanges:
+    """Ranges of a file that are read into memory, and the memory."""
 
-    request: RangeRequest
+    file: RangeRequest
     begins: Int64Array
     """First byte of each range."""
     ends: Int64Array
     """End of each range, exclusive."""
     next_use: Callable[[Int64Array], Int64Array] | None = None
-    """First bytes of pages -> the step at which the run needs each page again; None: nobody knows."""
-    around: tuple[Int64Array, Int64Array] | None = None
-    """Ranges around these, begins and ends, all of which the run soon needs: a mirror brings them whole."""
+    """First bytes of pages -> step at which the run needs each page again; None if this is unknown."""
+    to_mirror: bool = False
+    """Download these ranges to a mirror alone, because the run soon reads all of them."""
+    out: Uint8Array | None = None
+    """Memory of the file's size, in which each byte has its own offset; the reader allocates it."""
+    sums: Uint64Array | None = None
+    """Page sums of the file; None if pages are not verified."""
+    uses: Int64Array | None = None
+    """Step at which each page is needed again."""
+
+    @property
+    def pages(self) -> Int64Array:
+        """Numbers of all pages, in the order of the ranges."""
+        first = self.begins // PAGE_BYTES
+        return counted_from(first, -(-self.ends // PAGE_BYTES) - first)
 
 
 Request: TypeAlias = LocalRequest | RangeRequest
 
 
 @contextmanager
-def in_memory(maps: MapCache, wanted: Sequence[Ranges | Request]) -> Iterator[list[MappedFile]]:
+def in_memory(maps: MapCache, wanted: Sequence[FileRanges | Request]) -> Iterator[list[MappedFile]]:
     """Give files for the length of a `with` block: mapped whole, or with the ranges that were fetched."""
-    whole = [item for item in wanted if not isinstance(item, Ranges)]
-    loans = [item.request.reader.begin([item], ahead=False) for item in wanted if isinstance(item, Ranges)]
+    whole = [item for item in wanted if not isinstance(item, FileRanges)]
+    loans = [item.file.reader.begin([item], ahead=False) for item in wanted if isinstance(item, FileRanges)]
     try:
         mapped = maps.open(whole)
         files, parts = iter(mapped), iter(loans)
-        yield [next(parts).wait()[0] if isinstance(item, Ranges) else next(files) for item in wanted]
+        yield [next(parts).wait()[0] if isinstance(item, FileRanges) else next(files) for item in wanted]
         maps.check(mapped)
     finally:
         for loan in loans:
@@ -97,7 +113,8 @@ def read_range(request: Request, begin: int, size: int) -> Uint8Array:
     """Read bytes of a file without mapping it, wherever it is."""
     if not isinstance(request, RangeRequest):
         return read_file(request, begin, size)
-    with in_memory(MapCache(), [Ranges(request, np.array([begin]), np.array([begin + size]))]) as (file,):
+    wanted = FileRanges(file=request, begins=np.array([begin]), ends=np.array([begin + size]))
+    with in_memory(MapCache(), [wanted]) as (file,):
         return file.data[begin : begin + size].copy()
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from tokenmill.errors import PlanError, StoreCorruptError, StoreError, nearest, whole
 from tokenmill.store import layout
 from tokenmill.store.maps import FileRequest, MapCache, MappedFile
-from tokenmill.store.ranges import RangeRequest, Ranges, Request, in_memory, read_range
+from tokenmill.store.ranges import FileRanges, RangeRequest, Request, in_memory, read_range
 from tokenmill.store.records import Records
 from tokenmill.types import AnyArray, Int64Array
 
@@ -282,14 +282,14 @@ def file_request(store: Path, shard: layout.ShardInfo, name: str) -> FileRequest
 
 def wanted_of(
     requests: Sequence[Request], shards: Int64Array, spans: Spanned, width: int
-) -> list[Ranges | Request]:
+) -> list[FileRanges | Request]:
     """Return what spans (shard, first value, end) need of the files of some shards: ranges, or the whole."""
     of, firsts, lasts = spans
-    wanted: list[Ranges | Request] = []
+    wanted: list[FileRanges | Request] = []
     for request, shard in zip(requests, shards.tolist(), strict=True):
         if isinstance(request, RangeRequest):
             mine = of == shard
-            wanted.append(Ranges(request, firsts[mine] * width, lasts[mine] * width))
+            wanted.append(FileRanges(file=request, begins=firsts[mine] * width, ends=lasts[mine] * width))
         else:
             wanted.append(request)
     return wanted

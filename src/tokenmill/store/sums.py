@@ -28,7 +28,7 @@ from tokenmill.store.layout import (
     ShardInfo,
 )
 from tokenmill.store.maps import FileRequest, MappedFile
-from tokenmill.store.ranges import RangeRequest, Ranges, Request, merged, read_range, sparse_map
+from tokenmill.store.ranges import FileRanges, RangeRequest, Request, merged, read_range, sparse_map
 from tokenmill.store.sections import read_index, write_footed, write_section
 from tokenmill.store.store import file_request
 from tokenmill.types import Uint8Array, Uint64Array
@@ -153,11 +153,13 @@ class VerifiedFiles:
             return request
         return RangeRequest(str(request.path), self, f"{info.name}/{name}", request.bytes)
 
-    def begin(self, ranges: Sequence[Ranges], *, ahead: bool) -> _Ready:  # noqa: ARG002 - a disk is not waited for
+    def begin(self, ranges: Sequence[FileRanges], *, ahead: bool) -> _Ready:  # noqa: ARG002 - a disk is not waited for
         """Read ranges of some files, in whole pages, and verify them."""
         files = []
         for item in ranges:
-            request = item.request
+            if item.to_mirror:
+                continue
+            request = item.file
             sums = self._sums_of(request.name)
             begins, ends = merged(item.begins, item.ends, PAGE_BYTES, request.bytes)
             mapped = sparse_map(request.path, request.bytes)

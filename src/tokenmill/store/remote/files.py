@@ -27,10 +27,10 @@ from tokenmill.store import layout
 from tokenmill.store.files import new_file, write_all
 from tokenmill.store.lease import locked
 from tokenmill.store.maps import FileRequest, MappedFile
-from tokenmill.store.ranges import RangeRequest, Ranges, Request, merged, sparse_map
+from tokenmill.store.ranges import FileRanges, RangeRequest, Request, merged, sparse_map
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
 from tokenmill.store.remote.fetch import Loop, Network, RemoteObjects, gathered, on_disk, split
-from tokenmill.store.remote.mirror import Mirror, Wanted, check_platform, warn_unused
+from tokenmill.store.remote.mirror import Mirror, check_platform, prover, warn_unused
 from tokenmill.store.sums import missing_sums, read_sums, sums_file
 from tokenmill.types import Uint64Array
 
@@ -151,66 +151,64 @@ class RemoteFiles:
 
     # Ranges.
 
-    def begin(self, ranges: Sequence[Ranges], *, ahead: bool) -> RangeLoan:
+    def begin(self, ranges: Sequence[FileRanges], *, ahead: bool) -> RangeLoan:
         """Begin to read ranges of some files."""
-        files, wanted, size = [], self._around(ranges), 0
-        limited = self.mirror is not None and self.mirror.limit is not None
+        files, size = [], 0
+        to_mirror = self._blocks_to_mirror([item for item in ranges if item.to_mirror])
+        wanted = []
         for item in ranges:
-            request, sums = item.request, self.sums_of(item.request.name)
+            if item.to_mirror:
+                continue
+            sums = self.sums_of(item.file.name)
             page = layout.PAGE_BYTES if sums is not None or self.mirror is not None else 1
-            begins, ends = merged(item.begins, item.ends, page, request.bytes)
-            mapped = sparse_map(request.path, request.bytes)
-            need = Wanted(request.name, request.bytes, mapped.data, begins, ends, sums)
-            pages = need.pages
-            if limited and item.next_use is not None:
-                need = replace(need, next_use=item.next_use(pages * layout.PAGE_BYTES))
-            wanted.append(need)
+            begins, ends = merged(item.begins, item.ends, page, item.file.bytes)
+            mapped = sparse_map(item.file.path, item.file.bytes)
+            wanted.append(self._with_uses(replace(item, begins=begins, ends=ends, out=mapped.data, sums=sums)))
             files.append(mapped)
-            size += pages.size * layout.PAGE_BYTES
-        loan = RangeLoan(self.network, files, size, lambda: self._fill(wanted))
+            size += wanted[-1].pages.size * layout.PAGE_BYTES
+        loan = RangeLoan(self.network, files, size, lambda: self._fill(to_mirror, wanted))
         self.network.admit(size, loan.start, ahead=ahead)
         return loan
 
-    def _around(self, ranges: Sequence[Ranges]) -> list[Wanted]:
-        """Return what a mirror lacks of the blocks around ranges, if it has room for them: it goes there alone."""
+    def _with_uses(self, item: FileRanges) -> FileRanges:
+        """Add when each page is needed again, if a mirror may have to evict pages."""
+        if item.next_use is None or self.mirror is None or self.mirror.limit is None:
+            return item
+        return replace(item, uses=item.next_use(item.pages * layout.PAGE_BYTES))
+
+    def _blocks_to_mirror(self, ranges: Sequence[FileRanges]) -> list[FileRanges]:
+        """Return the pages of some ranges that the mirror lacks; none if it has no room for all of them."""
         mirror = self.mirror
         if mirror is None or not mirror.keeps:
             return []
-        around = [(item, *item.around) for item in ranges if item.around is not None]
-        if (
-            mirror.limit is not None
-            and 2 * sum(int((ends - begins).sum()) for _, begins, ends in around) > mirror.limit
-        ):
+        if mirror.limit is not None and 2 * sum(int((r.ends - r.begins).sum()) for r in ranges) > mirror.limit:
             return []
-        wanted = []
-        for item, begins, ends in around:
-            request = item.request
-            pages = merged(begins, ends, layout.PAGE_BYTES, request.bytes)
-            lacking = mirror.lacking(request.name, request.bytes, *pages)
-            if lacking[0].size:
-                need = Wanted(request.name, request.bytes, None, *lacking, self.sums_of(request.name))
-                if mirror.limit is not None and item.next_use is not None:
-                    need = replace(need, next_use=item.next_use(need.pages * layout.PAGE_BYTES))
-                wanted.append(need)
-        return wanted
+        lacking = []
+        for item in ranges:
+            pages = merged(item.begins, item.ends, layout.PAGE_BYTES, item.file.bytes)
+            begins, ends = mirror.lacking(item.file.name, item.file.bytes, *pages)
+            if begins.size:
+                sums = self.sums_of(item.file.name)
+                lacking.append(self._with_uses(replace(item, begins=begins, ends=ends, sums=sums)))
+        return lacking
 
-    async def _fill(self, wanted: Sequence[Wanted]) -> None:
+    async def _fill(self, to_mirror: Sequence[FileRanges], wanted: Sequence[FileRanges]) -> None:
         if self.mirror is not None:
-            for group in ([w for w in wanted if w.out is None], [w for w in wanted if w.out is not None]):
-                await self.mirror.fill(self.objects, group)
+            await self.mirror.fill(self.objects, to_mirror)
+            await self.mirror.fill(self.objects, wanted)
             return
         tasks = [
-            self._one(need, at, stop)
-            for need in wanted
-            for begin, end in zip(need.begins.tolist(), need.ends.tolist(), strict=True)
+            self._one(item, at, stop)
+            for item in wanted
+            for begin, end in zip(item.begins.tolist(), item.ends.tolist(), strict=True)
             for at, stop in split(begin, end)
         ]
         await gathered(tasks)
 
-    async def _one(self, need: Wanted, begin: int, end: int) -> None:
-        assert need.out is not None
-        data = await self.objects.get(need.name, begin, end, need.prover(begin))
-        need.out[begin:end] = np.frombuffer(data, np.uint8)
+    async def _one(self, item: FileRanges, begin: int, end: int) -> None:
+        assert item.out is not None
+        data = await self.objects.get(item.file.name, begin, end, prover(item, begin))
+        item.out[begin:end] = np.frombuffer(data, np.uint8)
 
     # Page sums.
 

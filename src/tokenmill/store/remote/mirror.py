@@ -35,9 +35,10 @@ from tokenmill.errors import StoreError
 from tokenmill.store.files import write_all, write_atomically
 from tokenmill.store.layout import PAGE_BYTES
 from tokenmill.store.lease import locked
+from tokenmill.store.ranges import FileRanges
 from tokenmill.store.remote.fetch import MAX_REQUEST_BYTES, Network, RemoteObjects, gathered, on_disk
 from tokenmill.store.sums import wrong_page
-from tokenmill.types import BoolArray, Int64Array, Uint8Array, Uint32Array, Uint64Array, counted_from
+from tokenmill.types import BoolArray, Int64Array, Uint8Array, Uint32Array
 
 try:
     import fcntl
@@ -73,39 +74,16 @@ def check_platform(address: str) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Wanted:
-    """What a block of rows needs of one object."""
-
-    name: str
-    size: int
-    """Of the whole object."""
-    out: Uint8Array | None
-    """Where its bytes go, at their own offsets; None: nowhere but to the mirror."""
-    begins: Int64Array
-    ends: Int64Array
-    """Ranges of whole pages, ascending, that neither touch nor overlap."""
-    sums: Uint64Array | None = None
-    """The checksums of its pages; None: there are none."""
-    next_use: Int64Array | None = None
-    """The step at which each page of the ranges is needed again; None: nobody knows."""
-
-    @property
-    def pages(self) -> Int64Array:
-        """The numbers of all pages, in the order of the ranges."""
-        first = self.begins // PAGE_BYTES
-        return counted_from(first, -(-self.ends // PAGE_BYTES) - first)
-
-    def prover(self, begin: int) -> Callable[[Uint8Array | bytes], int | None] | None:
-        """Return what finds the first wrong page of bytes that begin there; None where pages have no checksums."""
-        return None if self.sums is None else partial(wrong_page, self.sums, begin)
+def prover(item: FileRanges, begin: int) -> Callable[[Uint8Array | bytes], int | None] | None:
+    """Return a function that finds the first wrong page of bytes at `begin`; None if pages are not verified."""
+    return None if item.sums is None else partial(wrong_page, item.sums, begin)
 
 
 @dataclass(eq=False, slots=True)
 class _Part:
     """What is under way of one object."""
 
-    item: Wanted
+    item: FileRanges
     pages: PageFile | None
     """None: it cannot be opened, so nothing of it is here."""
     missing: list[tuple[int, int]] = field(default_factory=list)
@@ -291,23 +269,23 @@ class Mirror:
         lacking = np.array(runs, np.int64).reshape(-1, 2) * PAGE_BYTES
         return lacking[:, 0], np.minimum(lacking[:, 1], size)
 
-    async def fill(self, objects: RemoteObjects, wanted: Sequence[Wanted]) -> None:
+    async def fill(self, objects: RemoteObjects, wanted: Sequence[FileRanges]) -> None:
         """Bring all that is wanted into memory: from disk what is here, from the object what is not."""
-        to_disk_alone = any(item.out is None for item in wanted)
+        to_disk_alone = any(item.to_mirror for item in wanted)
         at_a_time = asyncio.Semaphore(WHOLE_REQUESTS if to_disk_alone else self.network.options.concurrency)
         with ExitStack() as stack:
             parts = [await on_disk(self._begin, item, stack) for item in wanted]
             await self._make_room(parts)
             await gathered([self._bring(objects, part, run, at_a_time) for part in parts for run in part.missing])
 
-    def _begin(self, item: Wanted, stack: ExitStack) -> _Part:
+    def _begin(self, item: FileRanges, stack: ExitStack) -> _Part:
         """Read what is here of an object, before anything leaves; and note when all of it is needed again."""
         part, at = _Part(item, None), 0
         try:
-            part.pages = stack.enter_context(self._page_file(item.name, item.size))
+            part.pages = stack.enter_context(self._page_file(item.file.name, item.file.bytes))
         except OSError as error:
             self._stop(error)
-        all_uses = None if item.next_use is None else np.minimum(item.next_use, NEVER).astype(np.uint32)
+        all_uses = None if item.uses is None else np.minimum(item.uses, NEVER).astype(np.uint32)
         firsts, ends = item.begins // PAGE_BYTES, -(-item.ends // PAGE_BYTES)
         for first, end in zip(firsts.tolist(), ends.tolist(), strict=True):
             # Where nobody knows when a page is needed again, it goes first.
@@ -360,8 +338,8 @@ class Mirror:
         item = part.item
         if item.out is None and not (keep and self.keeps):
             return
-        begin, stop = first * PAGE_BYTES, min(end * PAGE_BYTES, item.size)
-        data = np.frombuffer(await objects.get(item.name, begin, stop, item.prover(begin)), np.uint8)
+        begin, stop = first * PAGE_BYTES, min(end * PAGE_BYTES, item.file.bytes)
+        data = np.frombuffer(await objects.get(item.file.name, begin, stop, prover(item, begin)), np.uint8)
         if item.out is not None:
             item.out[begin:stop] = data
         if keep:
@@ -388,9 +366,9 @@ class Mirror:
                 pages.lock(first, end - first, fcntl.F_UNLCK)
         return is_right
 
-    def _is_right(self, item: Wanted, pages: PageFile, out: Uint8Array, first: int, end: int) -> bool:
-        states, begin, stop = pages.states(first, end), first * PAGE_BYTES, min(end * PAGE_BYTES, item.size)
-        prove = item.prover(begin)
+    def _is_right(self, item: FileRanges, pages: PageFile, out: Uint8Array, first: int, end: int) -> bool:
+        states, begin, stop = pages.states(first, end), first * PAGE_BYTES, min(end * PAGE_BYTES, item.file.bytes)
+        prove = prover(item, begin)
         if ABSENT in states or (prove is None and UNPROVEN in states):
             return False
         if os.preadv(pages.descriptor, [out[begin:stop].data], begin) != stop - begin:
