@@ -75,11 +75,7 @@ class TokenSchedule:
 
     def nth(self, number: int) -> float:
         """Return the factor of the n-th step that is trained on, from 0: as optimizers count, which skip none."""
-        for stage in self.plan.trained_stages:
-            if number < stage.num_steps:
-                return self(stage.spec.start_step + number)
-            number -= stage.num_steps
-        return self(self.plan.steps - 1)
+        return self(min(self.plan.nth_trained(number), self.plan.steps - 1))
 
     def table(self) -> Float64Array:
         """Return the factors of all steps that are trained on, for frameworks that look them up."""

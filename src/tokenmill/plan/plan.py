@@ -262,6 +262,18 @@ class Plan:
         index = bisect_left(self.trained_stages, step, key=lambda stage: stage.spec.start_step) - 1
         return min(step, self.trained_stages[index].end_step) - 1 if index >= 0 else None
 
+    def nth_trained(self, number: int) -> int:
+        """Return the n-th step that is not skipped, from 0; the number of steps, if there are fewer."""
+        index = bisect_right(self._trained_before, number) - 1
+        if index == len(self.trained_stages):
+            return self.steps
+        return self.trained_stages[index].spec.start_step + number - self._trained_before[index]
+
+    @cached_property
+    def _trained_before(self) -> list[int]:
+        """Steps that are not skipped before each of the trained stages, and all of them."""
+        return list(accumulate((stage.num_steps for stage in self.trained_stages), initial=0))
+
     @cached_property
     def trained_stages(self) -> tuple[Stage, ...]:
         """Parts of stages whose steps are trained on, in order."""
