@@ -61,6 +61,7 @@ def test_store_verifies_and_leaves_no_temporary_files(straight):
         ".hashes",
         ".origins",
         ".prepare",
+        ".sums",
     ]
     assert [path.name for path in (straight / ".prepare").iterdir()] == ["inputs.json"]
     assert len(read_manifest(straight).shards) > 1

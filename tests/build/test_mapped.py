@@ -94,6 +94,13 @@ def test_a_function_that_workers_cannot_import_is_run_by_this_process(build, tmp
         build(lambda record: {"text": record["said"]}, "other", workers=2)
 
 
+def test_a_function_that_workers_cannot_import_is_rejected_with_a_chat_template(build):
+    """Templates run in worker processes only, where their time and memory are limited."""
+    options = {"chat_template": "chatml"}
+    with pytest.raises(ConfigError, match=r"map: chat templates run in workers, which cannot import .*lambda"):
+        build(lambda record: record, recipe="chat", workers=1, options=options)
+
+
 def test_what_a_function_raises_or_returns_wrongly_is_a_bad_record(build):
     with pytest.raises(DocumentError, match=r"in.jsonl:1: the map function must .*, got KeyError: 'nothing'"):
         build(lambda record: {"text": record["nothing"]})

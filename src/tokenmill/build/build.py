@@ -291,6 +291,7 @@ def _build_store(  # noqa: PLR0913 - the arguments of `prepare`
         inputs, out=out, tokenizer=tokenizer, recipe=recipe, map=map, options=options, show=show, rebuild=rebuild
     )
     opening_seconds = time.monotonic() - begin
+    _check_template(setting)
     asked = {} if asked_inputs is None else asked_for(asked_inputs, tokenizer, recipe, options, map)
     result, job, opened = None, setting.job, setting.opened
     with opened_build(setting, rebuild=rebuild) as (build, lease):
@@ -338,6 +339,16 @@ def _one_worker(function: MapIdentity, workers: int | None, executor: Executor |
             "put it at the top of a file of its own, or use workers=1"
         )
     return 1
+
+
+def _check_template(setting: Setting) -> None:
+    """Raise if records need a worker for their chat template, and a function that no worker can import."""
+    encoder, function = setting.opened.encoder, setting.job.map
+    if encoder is not None and encoder.chat is not None and function is not None and not is_importable(function):
+        raise ConfigError(
+            f"map: chat templates run in workers, which cannot import {function.name} of {function.module}; "
+            "put it at the top of a file of its own"
+        )
 
 
 def _warn_of_cut_answers(report: PrepareReport, recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from tokenmill.build.engines import Executor, LocalExecutor, UnitFuture
-from tokenmill.build.job import Job, OpenJob, is_importable
+from tokenmill.build.job import Job, OpenJob
 from tokenmill.build.journal import Journal, UnitResult
 from tokenmill.build.notes import WorkerNote, read_failure, read_notes
 from tokenmill.build.progress import Show, Step, units_done
@@ -118,12 +118,8 @@ class WorkerPool:
         yield from run_by(executor, journal, tasks, indices, tick, watch, max(self._max_units, 2 * num_workers))
 
     def _needs_process(self) -> bool:
-        """Return whether records go through a chat template, whose limits only a worker can enforce.
-
-        A function of the user that no worker can import keeps the build in this process.
-        """
-        encoder, map = self.opened.encoder, self.job.map
-        return encoder is not None and encoder.chat is not None and (map is None or is_importable(map))
+        """Return whether records go through a chat template, whose limits only a worker can enforce."""
+        return self.opened.encoder is not None and self.opened.encoder.chat is not None
 
 
 def run_tasks(
