@@ -5,7 +5,7 @@ import pytest
 
 import tokenmill
 from tokenmill.config.run import parse_config
-from tokenmill.run.evals import overlaps
+from tokenmill.run.overlap import overlaps
 from tokenmill.run.run import Run
 from tokenmill.store import StoreSpec, StoreWriter
 

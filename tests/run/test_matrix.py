@@ -14,9 +14,9 @@ import pytest
 
 from tokenmill.errors import ConfigError
 from tokenmill.inspect.steps import inspect_step, inspect_strip, row_arrays, same_rows
-from tokenmill.run.evals import overlaps
-from tokenmill.run.report import long_records
+from tokenmill.run.overlap import overlaps
 from tokenmill.run.run import Run
+from tokenmill.run.warnings import long_records
 from tokenmill.store import StoreSpec, StoreWriter
 from tokenmill.types import ON_LONG, RECORD_TYPES, token_arrays
 

@@ -86,7 +86,7 @@ def warn_of_launcher() -> None:
 def _warn_of_long_records(run: Run) -> None:
     """Log what becomes of conversations, pairs and groups that do not fit a row."""
     if any(key in MASK_KEYS for store in run.stores.values() for key in store.keys):
-        from tokenmill.run.report import long_records
+        from tokenmill.run.warnings import long_records
 
         for sentence in long_records(run, count=False):
             logger.warning("%s", sentence)
