@@ -439,7 +439,7 @@ def test_the_runner_does_without_blocks(tmp_path, page):
     ("page", "message"),
     [
         ("```python\nassert 1 == 2, 'so it is'\n```\n", "so it is"),
-        ("```bash\ntokenmill verify nowhere\n```\n", "nowhere: a store must be a folder"),
+        ("```bash\ntokenmill verify nowhere\n```\n", "no store at this path: nowhere"),
         ("```bash\nmake nonsense\n```\n", "no target nonsense"),
         ("```bash\nrm -rf build\n```\n", "not run: reason"),
         ("```console\n$ tokenmill --version\ntokenmill 9\n```\n", r"printed was\s+tokenmill 0\.1\.0"),

@@ -46,9 +46,7 @@ def test_errors_of_ours_are_caught_as_the_builtins_that_they_are():
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_an_error_prints_its_message_and_nothing_else(kind):
     # An OSError with one argument does; with two it would print [Errno ...].
-    assert str(kind("a.bin: must be there, got nothing; look elsewhere")) == (
-        "a.bin: must be there, got nothing; look elsewhere"
-    )
+    assert str(kind("file not found: a.bin; look elsewhere")) == ("file not found: a.bin; look elsewhere")
 
 
 @pytest.mark.parametrize(
@@ -144,17 +142,19 @@ ENTRIES = {
 def test_what_is_no_path_is_refused_at_every_front_door(tmp_path, monkeypatch, entry, value):
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_text('{"text": "a"}\n')
-    with pytest.raises(tm.TokenmillError, match=r"^\w+: must (be a path|name at least one file), got .*; give a"):
+    with pytest.raises(
+        tm.TokenmillError, match=r"^\w+: (expected a path|must name at least one file), got .*; give a"
+    ):
         ENTRIES[entry](value)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"workers": "2"}, "workers: must be a whole number, got '2'; leave out the quotes"),
-        ({"workers": 1.5}, "workers: must be a whole number, got 1.5; change its type"),
-        ({"rebuild": "yes"}, "rebuild: must be true or false, got 'yes'; change its type"),
-        ({"recipe": 5}, "recipe: must be a path, got 5; give a string or a pathlib.Path"),
+        ({"workers": "2"}, "workers: expected a whole number, got '2'; leave out the quotes"),
+        ({"workers": 1.5}, "workers: expected a whole number, got 1.5; change its type"),
+        ({"rebuild": "yes"}, "rebuild: expected true or false, got 'yes'; change its type"),
+        ({"recipe": 5}, "recipe: expected a path, got 5; give a string or a pathlib.Path"),
         ({"options": {"min_chars": 3}}, "options: must be PrepareOptions, got {'min_chars': 3}; write"),
     ],
 )

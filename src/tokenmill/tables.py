@@ -83,7 +83,7 @@ def read_list(kind: type[T], tables: Mapping[str, Any], key: str) -> tuple[T, ..
     """Return the tables of the list under a key as records; none where there is no such list."""
     value = tables.get(key, [])
     if not isinstance(value, list):
-        raise ConfigError(f"{key}: must be a list of tables, got {type(value).__name__}; write [[{key}]]")
+        raise ConfigError(f"{key}: expected a list of tables, got {type(value).__name__}; write [[{key}]]")
     return tuple(read_table(kind, item, f"{key}[{number}]") for number, item in enumerate(value))
 
 
@@ -92,7 +92,7 @@ def read_json(kind: type[T], text: bytes | str, where: str, *, error: type[Token
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
-        raise error(f"{_shown(where)}: must be JSON, got {problem}; put back what was written there") from None
+        raise error(f"{_shown(where)}: expected JSON, got {problem}; put back what was written there") from None
     return read_table(kind, value, where, error=error)
 
 
@@ -113,9 +113,9 @@ def plain_numbers(value: Any) -> Any:  # noqa: ANN401 - a value of a table
 def names_of(key: str, names: Sequence[str]) -> tuple[str, ...]:
     """Return a list of names; reject one name alone, which would be taken for a list of letters."""
     if isinstance(names, str):
-        raise ConfigError(f"{key}: must be a list of names, got {names!r}; say {key}=[{names!r}]")
+        raise ConfigError(f"{key}: expected a list of names, got {names!r}; say {key}=[{names!r}]")
     if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"{key}: must be a list of names, got {names!r}; say {key}=[...]")
+        raise ConfigError(f"{key}: expected a list of names, got {names!r}; say {key}=[...]")
     return tuple(names)
 
 
@@ -123,7 +123,7 @@ def check_keys(where: str, table: Mapping[str, Any], known: Sequence[str], error
     """Refuse keys that are not known."""
     for key in table:
         if key not in known:
-            raise error(f"{_shown(where)}: keys must be known, got {key!r}; {nearest(str(key), known)}")
+            raise error(f"{_shown(where)}: unknown key: {key!r}; {nearest(str(key), known)}")
 
 
 def _check_tables(hint: Any, value: object, where: str, error: Refuse) -> None:  # noqa: ANN401
@@ -133,7 +133,7 @@ def _check_tables(hint: Any, value: object, where: str, error: Refuse) -> None: 
         if not isinstance(value, Mapping):
             name, listed, _ = where.rpartition(": ")[2].partition("[")
             header = "{...}" if where.endswith(":") else f"[[{name}]]" if listed else f"[{name}]"
-            raise error(f"{_shown(where)}: must be a table, got {value!r}; write {header}")
+            raise error(f"{_shown(where)}: expected a table, got {value!r}; write {header}")
         check_keys(where, value, list(_hints(kind)), error)
     for inner, item, place in _parts(kind, value, where):
         if _has_records(inner):  # most values have none, and a manifest has 10,000 shards of them
@@ -181,7 +181,7 @@ def _refusal(hint: Any, value: Any, where: str, error: Refuse) -> TokenmillError
         for key in fields(kind):
             is_needed = key.default is MISSING and key.default_factory is MISSING
             if is_needed and key.name not in value:
-                return error(f"{where}: {key.name} must be given, got nothing; add {key.name} = ...")
+                return error(f"{where}: missing key: {key.name}; add {key.name} = ...")
     way_out = "change its type"
     choices = [name for part in (kind, *get_args(kind)) if get_origin(part) is Literal for name in get_args(part)]
     if choices and isinstance(value, str):
@@ -190,7 +190,7 @@ def _refusal(hint: Any, value: Any, where: str, error: Refuse) -> TokenmillError
         way_out = "leave out the quotes"
     elif _fits(kind, value):
         way_out = "change it"
-    return error(f"{where}: must be {_wanted(hint)}, got {value!r}; {way_out}")
+    return error(f"{where}: expected {_wanted(hint)}, got {value!r}; {way_out}")
 
 
 def _fits(hint: Any, value: object) -> bool:  # noqa: ANN401 - what a hint is
@@ -269,7 +269,7 @@ def read_bytes(file: Path, most: int, error: type[TokenmillError] = ConfigError)
         while len(data) <= most and (block := stream.read(min(len(data), most + 1 - len(data)))):
             data += block
     if len(data) > most:
-        raise error(f"{file}: must have at most {most} bytes, got more; name another file")
+        raise error(f"file too large: {file}, more than {most} bytes; name another file")
     return data
 
 
@@ -327,8 +327,8 @@ def check_public(path: str) -> None:
     """Refuse an address with a user or a password, also where a path is wanted: it would be written to disk."""
     if "@" in path and " " not in path and without_secrets(path) != path:
         raise ConfigError(
-            f"{path}: an address must have no user and no password, got one; leave it out, credentials are taken "
-            "from the environment"
+            f"{path}: the address contains a user or a password; remove it, credentials are taken from "
+            "the environment"
         )
 
 
@@ -336,7 +336,7 @@ def path_of(name: str, value: object) -> str:
     """Return a path as a string; what is none is refused."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(path, str) or not path:
-        raise ConfigError(f"{name}: must be a path, got {value!r}; give a string or a pathlib.Path")
+        raise ConfigError(f"{name}: expected a path, got {value!r}; give a string or a pathlib.Path")
     check_public(path)
     return path
 
@@ -363,15 +363,15 @@ def check_name(where: str, name: str) -> None:
 
 def check_choice(where: str, name: str, value: str, choices: Iterable[str]) -> None:
     """Refuse a value of a table that is not among the choices."""
-    _refuse_others(where, f"{name} must", value, list(choices))
+    _refuse_others(where, f"{name} must be", value, list(choices))
 
 
 def check_option(name: str, value: str, choices: Iterable[str]) -> None:
     """Refuse an argument that is not among the choices."""
-    _refuse_others(name, "must", value, list(choices))
+    _refuse_others(name, "expected", value, list(choices))
 
 
-def _refuse_others(where: str, must: str, value: str, choices: list[str]) -> None:
+def _refuse_others(where: str, rule: str, value: str, choices: list[str]) -> None:
     if value not in choices:
         way_out = nearest(value, choices, "choose one of them")
-        raise ConfigError(f"{where}: {must} be one of {', '.join(choices)}, got {value!r}; {way_out}")
+        raise ConfigError(f"{where}: {rule} one of {', '.join(choices)}, got {value!r}; {way_out}")

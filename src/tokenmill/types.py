@@ -108,7 +108,7 @@ class RemoteOptions:
                 f"remote: limit_bytes must not be negative, got {self.limit_bytes}; use 0 to keep nothing on disk"
             )
         if self.limit_bytes and self.mirror is None:
-            raise ConfigError("remote: limit_bytes is that of a mirror, got it without; name a folder as mirror")
+            raise ConfigError("remote: limit_bytes needs a mirror; set `mirror` to a folder")
 
 
 State: TypeAlias = "Mapping[str, int | str]"

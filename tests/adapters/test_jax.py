@@ -154,7 +154,7 @@ def test_with_a_mesh_each_device_has_its_rows_of_the_global_batch(tmp_path):
     out, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert json.loads(out) == [
-        "axis: must be one of the mesh, data, got 'dp'; name one",
+        "axis: expected one of the mesh, data, got 'dp'; name one",
         "loader: micro_batch must be divisible by the 4 devices of a rank along 'data', got 2; use 4",
         "loader: must be that of rank 0 of 1 along 'data', got rank 1 of 2; pass it what data_parallel(mesh) says",
         "arrays: must be of one shape in every batch to be shared out, got cu_seqlens; doc_ids are segment ids",

@@ -12,7 +12,7 @@ import pytest
 from tokenmill.adapters import TESTED_BELOW, need
 from tokenmill.errors import MissingExtraError
 
-NONE = r"adapter: needs {}, got none; pip install 'tokenmill\[extra\]'$"
+NONE = r"adapter: {} is not installed; pip install 'tokenmill\[extra\]'$"
 
 
 class Blocker:
@@ -105,7 +105,7 @@ told()
     assert (done.returncode, done.stdout.splitlines()) == (
         0,
         [
-            f"{where} datasets, got none; pip install 'tokenmill[hf]'",
+            "tokenmill.adapters.transformers: datasets is not installed; pip install 'tokenmill[hf]'",
             f"{where} transformers 5.10 or later, got 5.9.1; pip install 'transformers>=5.10'",
         ],
     ), done.stderr

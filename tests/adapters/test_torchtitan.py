@@ -613,7 +613,7 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch):
     adapter._dataloader.cache_clear()
     monkeypatch.setattr("tokenmill.adapters.find_spec", lambda _: None)
     with pytest.raises(
-        MissingExtraError, match=r"needs torchtitan, got none; pip install 'tokenmill\[torchtitan\]'"
+        MissingExtraError, match=r"torchtitan is not installed; pip install 'tokenmill\[torchtitan\]'"
     ):
         _ = adapter.TokenmillDataLoader
     with pytest.raises(AttributeError, match="no attribute 'Lodaer'"):

@@ -556,7 +556,7 @@ def test_a_store_is_evaluated_on_whole(make_run, tmp_path):
 def test_an_eval_that_cannot_be_evaluated_on_is_refused_before_the_training(make_run, tmp_path):
     run = make_run(more='[[evals]]\nname = "val"\nstore = "web"\n')
     for data, error, message in (
-        (tmp_path / "nope", StoreMissingError, "nope: a store must be a folder"),
+        (tmp_path / "nope", StoreMissingError, "no store at this path: .*nope"),
         (run, ConfigError, "eval_dataset: must be an eval of a run or a store, got a run"),
         ([run.evals["val"]], ConfigError, "eval_dataset: several evals must have names, got a list"),
     ):

@@ -226,7 +226,7 @@ def test_columns_are_those_of_the_records(run):
     with pytest.raises(ConfigError, match=r"columns: .*pairs does not keep 'margin', only .*keep=\[.margin.\]"):
         run.loader(columns=("margin",))
     with pytest.raises(
-        ConfigError, match=r"columns: must be a list of names, got 'margin'; say columns=\['margin'\]"
+        ConfigError, match=r"columns: expected a list of names, got 'margin'; say columns=\['margin'\]"
     ):
         run.loader(columns="margin")
     with pytest.raises(ConfigError, match=r"'chosen' is the name of an array of the batch; remove it"):

@@ -69,17 +69,15 @@ def test_an_error_is_one_line_on_stderr_and_exit_code_2():
     done = start("verify", "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "error: nowhere: a store must be a folder with manifest.json, or token files of another project, "
-        "got nothing there; run `tokenmill prepare` or fix the path\n"
+        "error: no store at this path: nowhere (the folder does not exist); "
+        "run `tokenmill prepare`, or fix the path\n"
     )
 
 
 def test_python_m_is_the_same_command():
     done = start("plan", "nowhere.toml", entry=(sys.executable, "-m", "tokenmill"))
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "error: nowhere.toml: a run must be described in a TOML file, got nothing there; fix the path\n"
-    )
+    assert done.stderr == ("error: config not found: nowhere.toml; fix the path\n")
 
 
 def test_a_reader_that_leaves_early_causes_no_traceback(run_toml):

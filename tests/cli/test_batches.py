@@ -173,8 +173,8 @@ def test_a_changed_future_is_accepted(digests, folder):
     [
         ("", r".*state\.json: must be a state in JSON, got .*; remove it to start over"),
         ("[]", r"state: must be the dict that state_dict\(\) gave, got list; pass that"),
-        ("{}", r"state: version must be given, got nothing; add version = .*"),
-        ('{"stpe": 1}', r"state: keys must be known, got 'stpe'; did you mean 'step'\?"),
+        ("{}", r"state: missing key: version; add version = .*"),
+        ('{"stpe": 1}', r"state: unknown key: 'stpe'; did you mean 'step'\?"),
     ],
 )
 def test_what_is_no_state_is_refused(tokenmill, folder, content, message):

@@ -125,7 +125,7 @@ def test_a_foreign_config_is_compared_by_its_native_keys(tokenmill, folder):
 def test_a_config_that_is_not_there_is_an_error_of_one_line(tokenmill, run_toml):
     done = tokenmill("diff", run_toml, "nowhere.toml")
     assert (done.code, done.out) == (2, "")
-    assert re.fullmatch(r"error: nowhere\.toml: a run must be .*; fix the path\n", done.err)
+    assert re.fullmatch(r"error: config not found: .*nowhere\.toml; fix the path\n", done.err)
 
 
 def test_a_fork_is_written_with_its_state_and_goes_on_from_there(tokenmill, run_toml):
@@ -185,8 +185,8 @@ def test_a_fork_as_json(tokenmill, run_toml):
     ("arguments", "message"),
     [
         (["--at", 10], r"fork: step must lie within 0:10, got 10; .*"),
-        (["--at", 4, "--weights", "web"], r"--weights: must be a list of name=number, got 'web'; for example .*"),
-        (["--at", 4, "--weights", "web=x"], r"--weights: must be a list of name=number, got 'web=x'; .*"),
+        (["--at", 4, "--weights", "web"], r"--weights: expected a list of name=number, got 'web'; for example .*"),
+        (["--at", 4, "--weights", "web=x"], r"--weights: expected a list of name=number, got 'web=x'; .*"),
         (["--at", 4, "--weights", "web=1,web=2"], r"--weights: must name each source once, got 'web' twice; .*"),
         (["--at", 4, "--weights", "wbe=1"], r"stage 'fork': .*, got 'wbe'; did you mean 'web'\?"),
         (["--at", 4, "--weights", "web=nan"], r"stage 'fork': weights must be positive, got {'web': nan}; .*"),

@@ -119,7 +119,7 @@ def test_several_stores_are_listed(tokenmill, folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--on-error", "skpi"], r"on_error: must be one of stop, skip, got 'skpi'; did you mean 'skip'\?"),
+        (["--on-error", "skpi"], r"on_error: expected one of stop, skip, got 'skpi'; did you mean 'skip'\?"),
         (["--workers", 0], r"workers: must be at least 1, got 0; leave it out.*"),
         (["--tokenizer", "nowhere.json"], r".*nowhere\.json.*got .*; .*"),
         (["--max-tokens-per-shard", 0], r".*max_tokens_per_shard: must be .* from 1 to .*, got 0; .+"),
@@ -270,10 +270,7 @@ def test_what_was_imported_is_not_said_to_be_added(tokenmill, tmp_path):
 def test_files_that_are_not_there_are_said_to_be_missing(tokenmill, tmp_path):
     done = tokenmill("import", tmp_path / "no.npy", "--out", tmp_path / "ours")
     assert (done.code, done.out) == (2, "")
-    assert done.err == (
-        f"error: {tmp_path}/no.npy: must be a store, or a file, folder or glob of token files, got nothing there; "
-        "fix the path\n"
-    )
+    assert done.err == (f"error: no store or token file at this path: {tmp_path}/no.npy; fix the path\n")
 
 
 def test_export_says_what_was_written_and_who_read_it_back(tokenmill, folder, tmp_path):

@@ -162,11 +162,11 @@ def test_when_as_a_table(tokenmill, run_toml):
         (["when", "--source", "wbe", "--document", 0], r"unknown source: 'wbe'; did you mean 'web'\?"),
         (
             ["when", "--source", "web", "--document", 60],
-            r".*stores/web: a document must lie within 0:60, got 60; .*",
+            r".*stores/web: document out of range: 60; .*",
         ),
         (
             ["when", "--source", "web", "--document", -1],
-            r".*stores/web: a document must lie within 0:60, got -1; .*",
+            r".*stores/web: document out of range: -1; .*",
         ),
     ],
 )

@@ -246,11 +246,11 @@ def test_documents_may_be_named_in_a_file(run_of, tmp_path):
         ),
         (
             {"quarantine": [{"source": "web", "from_step": 1, "documents": [4], "file": "x"}]},
-            "quarantine of 'web': must have documents or a file of them, got both; leave one of the two out",
+            "quarantine of 'web': `documents` cannot be combined with `file`; remove one",
         ),
         (
             {"quarantine": [{"source": "web", "from_step": 1, "documents": ["4"]}]},
-            "quarantine[0].documents: must be a list of whole numbers, got ['4']; change its type",
+            "quarantine[0].documents: expected a list of whole numbers, got ['4']; change its type",
         ),
         (
             {"quarantine": [{"source": "web", "from_step": 7}, {"source": "books", "from_step": 9}]},

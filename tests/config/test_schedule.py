@@ -195,7 +195,7 @@ def test_stages_that_make_no_sense_are_refused(run_of, stage, message):
         ),
         (
             {"documents": ["y"]},
-            "source 'x': documents must have a tokenizer, got none; "
+            "source 'x': `documents` without a tokenizer; "
             'for example tokenizer = "path/to/tokenizer.json", or "bytes"',
         ),
     ],
@@ -210,7 +210,7 @@ def test_a_ramp_of_the_first_stage_must_say_where_it_starts(run_of):
     with pytest.raises(ConfigError) as error:
         run_of(BASE | {"ramp": "linear", "ramp_steps": 3}).plan()
     assert str(error.value) == (
-        "stage 'base': a ramp of the first stage must say where it starts, got none; add ramp_from = { ... }"
+        "stage 'base': a ramp in the first stage needs weights to start from; add ramp_from = { ... }"
     )
 
 
@@ -256,8 +256,8 @@ def test_by_rows_every_source_is_read_equally_often(run_of):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ("token", "stages.0..weights: must be a table of numbers or one of tokens, rows, documents, got 'token'"),
-        ({"long": "1"}, "stages.0..weights: must be a table of numbers or one of tokens, rows, documents, got"),
+        ("token", "stages.0..weights: expected a table of numbers or one of tokens, rows, documents, got 'token'"),
+        ({"long": "1"}, "stages.0..weights: expected a table of numbers or one of tokens, rows, documents, got"),
     ],
 )
 def test_weights_that_are_neither_numbers_nor_sizes_are_refused(run_of, weights, message):

@@ -99,8 +99,8 @@ def test_the_new_spelling_is_silent(warnings):
         ({"split": "cut"}, r"run: split must be one of allow, .*, got 'cut'"),
         ({"split": 5}, r"run: split must be one of allow, .*, got '5'"),
         ({"split": ["allow"]}, "run: split must be one of allow"),
-        ({"on_long": ["cut"]}, "run.on_long: must be a string"),
-        ({"on_long": "cut", "packing": ["padded"]}, "run.packing: must be a string"),
+        ({"on_long": ["cut"]}, "run.on_long: expected a string"),
+        ({"on_long": "cut", "packing": ["padded"]}, "run.packing: expected a string"),
         ({"on_long": "forbid"}, "run: on_long must be one of split, .*, got 'forbid'"),
         ({"on_long": "drop", "split": "forbid"}, "got 'forbid' with on_long = 'drop'; remove split"),
         ({"shuffle": "blocks"}, "run: shuffle must be one of full, window, none, got 'blocks'"),
@@ -113,7 +113,7 @@ def test_other_values_are_rejected_by_key(keys, message):
 
 @pytest.mark.parametrize("tables", [{"run": 5}, {"run": RUN, "stages": 5}, {"run": RUN, "evals": [5]}])
 def test_what_is_no_table_is_left_to_the_reader(tables):
-    with pytest.raises(ConfigError, match=r"must be a (table|list of tables)"):
+    with pytest.raises(ConfigError, match=r"expected a (table|list of tables)"):
         parse_config(tables | {"sources": SOURCES})
 
 

@@ -120,14 +120,14 @@ def test_steps_beside_tokens_must_be_the_same():
     [
         (
             {"from": 2, "to": 8},
-            "must be a number, or have from, to, step, and over_tokens or over_steps, got",
+            "expected a number, or have from, to, step, and over_tokens or over_steps, got",
         ),
         (
             {"from": 2, "to": 2, "over_steps": 5},
             "must go from one size to another in at most 4096 sizes, got 2 to",
         ),
         ({"from": 0, "to": 2, "over_steps": 5}, "global_batch_size: from must be a whole number from 1 on, got 0"),
-        ({"from": 1, "to": 2, "over": 5}, "run.global_batch_size: keys must be known, got 'over'; did you mean"),
+        ({"from": 1, "to": 2, "over": 5}, "run.global_batch_size: unknown key: 'over'; did you mean"),
         ({"from": 1, "to": 9999999, "step": 1, "over_steps": 5}, "raise step, or say one number"),
         (0, "run: global_batch_size must be at least 1, got 0"),
     ],
@@ -140,8 +140,8 @@ def test_a_batch_that_does_not_fit_is_refused_with_the_way_out(batch, message):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"stages": [{"name": "a"}]}, r"stages\[0\]: start_step must be given, got nothing; add start_step = "),
-        ({"quarantine": [{"source": "web"}]}, r"quarantine\[0\]: from_step must be given, got nothing"),
+        ({"stages": [{"name": "a"}]}, r"stages\[0\]: missing key: start_step; add start_step = "),
+        ({"quarantine": [{"source": "web"}]}, r"quarantine\[0\]: missing key: from_step"),
         ({"stages": [{"name": "a", "start_step": -1}]}, r"start_step must not be negative, got -1; count from 0"),
     ],
 )

@@ -129,12 +129,12 @@ def test_column_with_a_dot_in_its_name_is_taken_first(write):
     [
         (
             "txt",
-            r"must have a column 'txt', got 'text', 'n', 's'; name it with text_field=\.\.\., did you mean 'text'",
+            r"no column 'txt', only 'text', 'n', 's'; name it with text_field=\.\.\., did you mean 'text'",
         ),
         ("n", r"must have strings in column 'n', got int64; name another text_field"),
         ("s", r"must have strings in column 's', got struct"),
-        ("s.y", r"must have a column 's\.y', got 'xs'; name it with text_field=\.\.\., known: xs"),
-        ("n.x", r"must have a column 'n\.x', got int64; name"),
+        ("s.y", r"no column 's\.y', only 'xs'; name it with text_field=\.\.\., known: xs"),
+        ("n.x", r"no column 'n\.x', only int64; name"),
     ],
 )
 def test_column_that_is_not_there_is_refused_with_the_way_out(write, field, message):

@@ -130,7 +130,7 @@ def test_text_field_with_a_dot_is_a_column_of_that_name(write):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"id,txt\n1,x\n", r"a\.csv: must have a column 'text', got 'id', 'txt'; name it.*did you mean 'txt'"),
+        (b"id,txt\n1,x\n", r"a\.csv: no column 'text', only 'id', 'txt'; name it.*did you mean 'txt'"),
         (b"text,text\n1,x\n", r"a\.csv: column 'text' is in the header twice"),
         (b"te\xfft,b\n1,x\n", r"a\.csv: the header row is bad: utf8"),
     ],

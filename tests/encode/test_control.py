@@ -82,7 +82,7 @@ def test_control_strings_nested_in_a_megabyte_are_dropped_in_one_pass(opening, c
 
 def test_an_unknown_policy_names_the_nearest():
     with pytest.raises(
-        ConfigError, match=r"control_strings: must be one of text, encode, drop, got 'encod'; did you"
+        ConfigError, match=r"control_strings: expected one of text, encode, drop, got 'encod'; did you"
     ):
         with_policy(BYTE_TOKENIZER, "encod")
 

@@ -98,7 +98,7 @@ def test_the_first_word_of_the_engine_opens_the_same(opened, specs):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("gpt2", r"tokenizer 'gpt2': must be 'bytes', a tokenizer.json.*did you mean 'hf:gpt2'\?$"),
+        ("gpt2", r"tokenizer not found: 'gpt2'; pass 'bytes', .*did you mean 'hf:gpt2'\?$"),
         ("openai-community/gpt2", r"did you mean 'hf:openai-community/gpt2'\?$"),
         ("hf:", r"'hf:': expected hf:NAME or hf:NAME@REVISION"),
         ("hf:a/b/c", "expected hf:NAME"),
@@ -117,7 +117,7 @@ def test_a_spec_that_names_nothing_says_what_can_be_named(spec, message):
 
 
 def test_an_empty_spec_is_refused():
-    with pytest.raises(ConfigError, match=r"tokenizer: must be a path, got ''; give a string"):
+    with pytest.raises(ConfigError, match=r"tokenizer: expected a path, got ''; give a string"):
         open_tokenizer("")
 
 

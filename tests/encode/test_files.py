@@ -182,13 +182,13 @@ def test_any_byte_of_the_file_is_in_the_identity(write):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "must be JSON"),
-        (b'{"model": ', "must be JSON.*is the download whole"),
+        (b"", "expected JSON"),
+        (b'{"model": ', "expected JSON.*is the download whole"),
         (b"[]", "must be a JSON object, got list"),
         (b'{"version": "1.0"}', r"must hold a model with a vocabulary, got keys \['version'\]"),
         (b'{"model": {"vocab": {}}}', "must hold a model with a vocabulary"),
         (b'{"model": {"vocab": {"a": 0}}, "added_tokens": [{"content": "<s>"}]}', "must have an 'id'"),
-        (b"\xff\xfe{}", "must be JSON"),
+        (b"\xff\xfe{}", "expected JSON"),
     ],
 )
 def test_a_broken_file_is_an_error_with_its_name(tmp_path, content, message):

@@ -74,9 +74,9 @@ def test_digest_is_the_same_on_every_machine():
     ("key", "value", "message"),
     [
         ("vocab_sise", 3, r"got 'vocab_sise'; did you mean 'vocab_size'\?"),
-        ("vocab_size", True, "tokenizer.vocab_size: must be a whole number, got True"),
-        ("bos_id", "97", "tokenizer.bos_id: must be a whole number, got '97'"),
-        ("add_bos", 1, "tokenizer.add_bos: must be true or false, got 1"),
+        ("vocab_size", True, "tokenizer.vocab_size: expected a whole number, got True"),
+        ("bos_id", "97", "tokenizer.bos_id: expected a whole number, got '97'"),
+        ("add_bos", 1, "tokenizer.add_bos: expected true or false, got 1"),
     ],
 )
 def test_a_foreign_json_is_refused(key, value, message):
@@ -87,7 +87,7 @@ def test_a_foreign_json_is_refused(key, value, message):
 def test_a_missing_key_is_named():
     value = IDENTITY.to_json()
     del value["eos_id"]
-    with pytest.raises(TokenizerError, match="tokenizer: eos_id must be given, got nothing"):
+    with pytest.raises(TokenizerError, match="tokenizer: missing key: eos_id"):
         read_table(TokenizerIdentity, value, "tokenizer", error=TokenizerError)
 
 

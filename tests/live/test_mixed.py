@@ -339,9 +339,9 @@ def test_what_is_not_known_beforehand_is_refused_with_the_way_out(make_run, open
     [
         (
             {"source": "max_epochs = 2"},
-            "source 'web': max_epochs needs the rows of an epoch counted, got it with live",
+            "source 'web': max_epochs cannot be combined with live = true",
         ),
-        ({"source": 'on_exhausted = "stop"'}, "source 'web': on_exhausted needs the rows of an epoch counted"),
+        ({"source": 'on_exhausted = "stop"'}, "source 'web': on_exhausted cannot be combined with live = true"),
         ({"source": 'on_error = "ignore"'}, "source 'web': on_error must be one of stop, skip, got 'ignore'"),
         ({"source": "lanes = 0"}, "source 'web': lanes must be at least 1, got 0; raise it"),
         (
@@ -416,17 +416,17 @@ def edited(state, **live):
             lambda s: {k: v for k, v in s.items() if k != "live"},
             "must have the lanes of live text, which is drawn before step 4, got none; use a",
         ),
-        (lambda s: {**s, "live": 3}, r"state\.live: must be a table, got 3"),
+        (lambda s: {**s, "live": 3}, r"state\.live: expected a table, got 3"),
         (lambda s: edited(s, at=2), "live.at must be its step 4, or have skipped steps alone up to it, got 2"),
         (lambda s: edited(s, at=5), "live.at must be its step 4, .* got 5"),
-        (lambda s: edited(s, at=-1), r"state\.live\.at: must be a whole number that is at least 0, got -1"),
+        (lambda s: edited(s, at=-1), r"state\.live\.at: expected a whole number that is at least 0, got -1"),
         (
             lambda s: edited(s, formats=[[1]]),
-            r"state\.live\.formats\[0\]: must be a list of seq_len, packing, split, crop, got \[1\]",
+            r"state\.live\.formats\[0\]: expected a list of seq_len, packing, split, crop, got \[1\]",
         ),
         (lambda s: edited(s, lanes={}), "must have the lanes 0:8 of 'web' for rank 0 of 1, got none of .0, 1"),
         (lambda s: edited(s, lanes={"web": {"a": [0, 0]}}), "a lane must be named by its number, got 'a'"),
-        (lambda s: edited(s, lanes={"web": {"0": [0]}}), r"lanes\.web\.0: must be a list of epoch, turn, drawn,"),
+        (lambda s: edited(s, lanes={"web": {"0": [0]}}), r"lanes\.web\.0: expected a list of epoch, turn, drawn,"),
         (lambda s: edited(s, lanes={"web": {"0": [0, 0, [[7, 1]]]}}), r"web\.0: drawn must be pairs of one of the"),
         (lambda s: edited(s, lanes={"web": {str(i): [0, 10**6] for i in range(8)}}), "one of its .* windows"),
     ],

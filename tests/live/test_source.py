@@ -157,8 +157,8 @@ def test_saved_datasets_are_read(tmp_path, make_loader, numbers, texts):
         ({"lanes": 0}, "lanes: must be at least 1, got 0"),
         ({"window_bytes": 0}, "window_bytes: must be at least 1, got 0"),
         ({"packing": "bestfit"}, "did you mean 'best_fit'"),
-        ({"split": "cut"}, "split: must be one of"),
-        ({"on_error": "ignore"}, "on_error: must be one of stop, skip, got 'ignore'"),
+        ({"split": "cut"}, "split: expected one of"),
+        ({"on_error": "ignore"}, "on_error: expected one of stop, skip, got 'ignore'"),
         ({"text_field": "a..b"}, "text_field: must be a name"),
     ],
 )

@@ -120,20 +120,20 @@ def test_a_folder_may_move(corpus, tmp_path, make_source, make_loader, draw):
     ("edit", "message"),
     [
         (lambda _: [], "must be the dict that state_dict"),
-        (lambda state: {**state, "stap": 1}, "keys must be known, got 'stap'; did you mean 'step'"),
-        (lambda state: {key: state[key] for key in ("version", "step")}, "fingerprint must be given, got nothing"),
+        (lambda state: {**state, "stap": 1}, "unknown key: 'stap'; did you mean 'step'"),
+        (lambda state: {key: state[key] for key in ("version", "step")}, "missing key: fingerprint"),
         (lambda state: {**state, "version": 2}, "version must be 1, got 2"),
-        (lambda state: {**state, "step": -1}, r"state\.step: must be a whole number that is at least 0, got -1"),
+        (lambda state: {**state, "step": -1}, r"state\.step: expected a whole number that is at least 0, got -1"),
         (
             lambda state: {**state, "step": True},
-            r"step: must be a whole number that is at least 0, got True",
+            r"step: expected a whole number that is at least 0, got True",
         ),
         (lambda state: {**state, "step": 11}, "step must be at most the 10 steps of the run, got 11; raise steps"),
-        (lambda state: {**state, "live": {**state["live"], "lanes": []}}, r"state\.live\.lanes: must be a table"),
+        (lambda state: {**state, "live": {**state["live"], "lanes": []}}, r"state\.live\.lanes: expected a table"),
         (lambda state: edited(state, a=[0, 0]), r"lanes\.text\.a: a lane must be named by its number, got 'a'"),
         (
             lambda state: edited(state, **{"0": [0]}),
-            r"state\.live\.lanes\.text\.0: must be a list of epoch, turn, drawn, check, got \[0\]",
+            r"state\.live\.lanes\.text\.0: expected a list of epoch, turn, drawn, check, got \[0\]",
         ),
         (
             lambda state: edited(state, **{"0": [0, 0, [[0, 1]]]}),
@@ -145,9 +145,9 @@ def test_a_folder_may_move(corpus, tmp_path, make_source, make_loader, draw):
         ),
         (
             lambda state: {**state, "live": {**state["live"], "skipped": {"text": {"json": -1}}}},
-            r"skipped\.text\.json: must be a whole number that is at least 0, got -1",
+            r"skipped\.text\.json: expected a whole number that is at least 0, got -1",
         ),
-        (lambda state: {**state, "live": {**state["live"], "skipped": 3}}, r"skipped: must be a table.*, got 3"),
+        (lambda state: {**state, "live": {**state["live"], "skipped": 3}}, r"skipped: expected a table.*, got 3"),
         (lambda state: edited(state, **{"1": [0, 99]}), "lane 1 of 'text' must be at one of its"),
         (lambda state: {**state, "batches": 1}, "must have micro_batch and world_size in the middle of a step"),
         (

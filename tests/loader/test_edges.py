@@ -177,6 +177,6 @@ def test_a_step_of_numpy_is_a_step(run):
 @pytest.mark.parametrize("key", ["arrays", "columns"])
 @pytest.mark.parametrize(("names", "way_out"), [("labels", "['labels']"), (5, "[...]"), ([5], "[...]")])
 def test_names_that_are_no_list_of_names_are_refused(run, key, names, way_out):
-    message = f"{key}: must be a list of names, got {names!r}; say {key}={way_out}"
+    message = f"{key}: expected a list of names, got {names!r}; say {key}={way_out}"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         run.loader(**{key: names})

@@ -626,7 +626,7 @@ def test_a_mask_or_reward_of_another_dtype_is_refused(tmp_path, tokenizer_identi
 def test_a_record_outside_is_refused(write_records, make_run):
     write_records("pairs", random_records("dpo", 5))
     plan = make_run("pairs").plan()
-    with pytest.raises(PlanError, match="a document must lie within 0:5, got 5; count from 0"):
+    with pytest.raises(PlanError, match="document out of range: 5; count from 0"):
         plan.when("pairs", document=5)
     with pytest.raises(PlanError, match="rows must lie within 0:5"):
         plan.stages[0].rows["pairs"].spans(np.array([5]))

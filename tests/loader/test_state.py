@@ -182,12 +182,12 @@ def test_a_state_of_mid_step_needs_the_same_cut(make_run):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"step": -1}, r"state\.step: must be a whole number that is at least 0, got -1"),
-        ({"step": "3"}, r"state\.step: must be a whole number that is at least 0, got '3'"),
+        ({"step": -1}, r"state\.step: expected a whole number that is at least 0, got -1"),
+        ({"step": "3"}, r"state\.step: expected a whole number that is at least 0, got '3'"),
         ({"step": 31}, "step must be at most the 30 steps of the run, got 31"),
         ({"version": 2}, "version must be 1, got 2"),
-        ({"stepp": 1}, r"keys must be known, got 'stepp'; did you mean 'step'\?"),
-        ({"fingerprint": None}, r"state\.fingerprint: must be a string, got None"),
+        ({"stepp": 1}, r"unknown key: 'stepp'; did you mean 'step'\?"),
+        ({"fingerprint": None}, r"state\.fingerprint: expected a string, got None"),
         ({"fingerprint": "0" * 32}, "made by plan 000000000000 and this run is"),
         ({"batches": 3}, "must have micro_batch and world_size in the middle of a step, got batches 3 without"),
     ],
@@ -202,7 +202,7 @@ def test_a_state_that_lacks_a_key_is_refused(make_run):
     loader = make_run().loader()
     state = loader.state_dict()
     del state["fingerprint"]
-    with pytest.raises(ResumeError, match="state: fingerprint must be given, got nothing"):
+    with pytest.raises(ResumeError, match="state: missing key: fingerprint"):
         loader.load_state_dict(state)
     with pytest.raises(ResumeError, match="must be the dict that state_dict"):
         loader.load_state_dict("state")

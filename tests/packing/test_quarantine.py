@@ -298,7 +298,7 @@ def test_a_record_that_must_not_be_cut_may_be_quarantined(make_records):
         RecordRows(store=store, seq_len=6, policy=policy, excluded=long[:-1])
     with pytest.raises(ConfigError, match="quarantined or held out must be among the store's 20, 0:20, got 20"):
         RecordRows(store=store, seq_len=6, policy=CUT_END, excluded=np.array([20]))
-    with pytest.raises(PlanError, match="a document must lie within 0:20, got 20"):
+    with pytest.raises(PlanError, match="document out of range: 20"):
         rows.rows_of(np.array([20]))[0]
 
 

@@ -106,7 +106,7 @@ def test_what_an_epoch_comes_to_is_plain_english():
     [
         ({"epochs": 3, "steps": 5}, {}, "must have steps, tokens or epochs, got 5 and 3; leave one"),
         ({"epochs": 0}, {}, "epochs must be positive, got 0"),
-        ({}, {}, "must have steps, or epochs, got neither"),
+        ({}, {}, "no length; set steps or epochs"),
         ({"epochs": 2, "weights": {"web": 1}}, {}, "leave them out, or say steps"),
         ({"epochs": 2, "temperature": 2}, {}, "leave them out, or say steps"),
         ({"epochs": 2}, {"stages": [{"name": "a", "start_step": 0}]}, "got stages as well; say the steps"),

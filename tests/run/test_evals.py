@@ -374,7 +374,7 @@ def test_val_stores_of_prepare_are_evals(tmp_path):
             r"names of sources must differ, got 'a' twice",
         ),
         ({"name": "v", "sources": [{"store": "a", "weight": 1}, {"store": "b"}]}, r"must have a weight, or none"),
-        ({"name": "v", "sources": [{"stroe": "a"}]}, r"evals\[0\].sources\[0\]: keys must be known, got 'stroe'"),
+        ({"name": "v", "sources": [{"stroe": "a"}]}, r"evals\[0\].sources\[0\]: unknown key: 'stroe'"),
         ({"name": "a b", "store": "a"}, r"evals.name: must be letters, digits"),
     ],
 )

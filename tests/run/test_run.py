@@ -32,7 +32,7 @@ def make_run(tmp_path):
 
 def test_a_missing_store_is_named_with_the_way_out(make_run):
     with pytest.raises(
-        StoreMissingError, match=r"web: a store must be a folder .* run `tokenmill prepare` or fix the path"
+        StoreMissingError, match=r"no store at this path: .*web .* run `tokenmill prepare`, or fix the path"
     ):
         make_run("web").plan()
 
@@ -295,7 +295,7 @@ def test_a_run_is_made_of_python_objects(make_store, tmp_path):
     assert of_records.plan().fingerprint == of_file.plan().fingerprint
     with pytest.raises(ConfigError) as caught:
         tokenmill.Run.from_tables(tables | {"run": {**tables["run"], "seq_len": "8"}})
-    assert str(caught.value) == "run.seq_len: must be a whole number, got '8'; leave out the quotes"
+    assert str(caught.value) == "run.seq_len: expected a whole number, got '8'; leave out the quotes"
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,7 @@ def test_what_is_kept_of_a_record_is_bounded(tmp_path):
         "pair": [1, "a"],
     }
     for keep in (("id", "id"), "id", ("a..b",)):
-        with pytest.raises(ConfigError, match=r"keep: must be a list of (strings|fields, each once), got"):
+        with pytest.raises(ConfigError, match=r"keep: expected a list of (strings|fields, each once), got"):
             tm.PrepareOptions(keep=keep)
 
 
@@ -230,7 +230,7 @@ def test_a_document_outside_the_store_is_refused(corpus, tmp_path):
     build(corpus, tmp_path / "out")
     store = open_store(tmp_path / "out")
     for document in (-1, store.num_documents):
-        with pytest.raises(PlanError, match=rf"a document must lie within 0:{store.num_documents}, got {document}"):
+        with pytest.raises(PlanError, match=rf"document out of range: {document}"):
             store.origin(document)
 
 

@@ -275,5 +275,5 @@ def test_stores_that_are_not_alike_are_not_joined(make_store, options, message):
         open_store(paths)
     with pytest.raises(ConfigError, match="store: must name at least one, got an empty list"):
         open_store([])
-    with pytest.raises(ConfigError, match="web: a store must be named once in a source, got it twice"):
+    with pytest.raises(ConfigError, match="web: the store is named twice in a source"):
         open_store([paths[0], paths[0].parent / "we[b]"])

@@ -131,11 +131,11 @@ def test_a_missing_file_is_found(golden, name):
 def test_a_missing_manifest_or_store_is_found(golden):
     """[S.f]"""
     (golden / "manifest.json").unlink()
-    with pytest.raises(StoreMissingError, match=r"web: a store must be a folder with manifest\.json"):
+    with pytest.raises(StoreMissingError, match=r"no store at this path: .*web \("):
         verify(golden)
     shutil.rmtree(golden)
     with pytest.raises(
-        StoreMissingError, match=r"web: .*got nothing there; run `tokenmill prepare` or fix the path"
+        StoreMissingError, match=r"web \(the folder does not exist\); run `tokenmill prepare`, or fix the path"
     ):
         verify(golden)
 

@@ -237,7 +237,9 @@ def test_a_writer_that_fails_leaves_no_store_and_no_temporary_file(tmp_path):
 
     with pytest.raises(RuntimeError, match="stopped"):
         fail()
-    with pytest.raises(StoreMissingError, match=r"got an empty folder; run `tokenmill prepare` or fix the path"):
+    with pytest.raises(
+        StoreMissingError, match=r"\(the folder is empty\); run `tokenmill prepare`, or fix the path"
+    ):
         open_store(tmp_path / "web")
     with pytest.raises(StoreMissingError):
         verify(tmp_path / "web")

@@ -150,7 +150,7 @@ def test_the_first_page_of_a_run_is_a_step_and_of_a_store_the_store(site, folder
     ("address", "message"),
     [
         ("step?step=10", r"step.*got 10"),
-        ("step?step=-1", r"step: must be a number of at least 0, got '-1'"),
+        ("step?step=-1", r"step: expected a number of at least 0, got '-1'"),
         ("step?step=1&world_size=3", r"global_batch_size must be divisible by world_size"),
         ("timeline?by=<b>", r"by: must be steps or tokens"),
         ("strip?step=0&slot=99", r"slot: must lie within 0:8, got 99"),

@@ -29,7 +29,7 @@ def need(module: str, *, extra: str, adapter: str, at_least: str | None = None) 
     A version that is too new to have been tested logs a warning.
     """
     if not _is_there(module):
-        raise MissingExtraError(f"{adapter}: needs {module}, got none; pip install 'tokenmill[{extra}]'")
+        raise MissingExtraError(f"{adapter}: {module} is not installed; pip install 'tokenmill[{extra}]'")
     installed, below = _version_of(module), TESTED_BELOW.get(module)
     if at_least is not None and installed is not None and _numbers(installed) < _numbers(at_least):
         raise MissingExtraError(

@@ -35,7 +35,7 @@ def data_parallel(mesh: Mesh, axis: str = "data") -> tuple[int, int]:
     Processes whose devices have the same positions on the axis, as in tensor parallelism, are one rank.
     """
     if axis not in mesh.shape:
-        raise ConfigError(f"axis: must be one of the mesh, {', '.join(mesh.axis_names)}, got {axis!r}; name one")
+        raise ConfigError(f"axis: expected one of the mesh, {', '.join(mesh.axis_names)}, got {axis!r}; name one")
     size = mesh.shape[axis]
     places = NamedSharding(mesh, PartitionSpec(axis)).addressable_devices_indices_map((size,))
     own = sorted({place for (index,) in places.values() for place in range(*index.indices(size))})

@@ -409,7 +409,7 @@ class LaneLog:
 def _device(device: str | torch.device) -> torch.device:
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: must be one of this machine, got 'cuda' and no GPU; say device='cpu'")
+        raise ConfigError("device: expected one of this machine, got 'cuda' and no GPU; say device='cpu'")
     return device
 
 

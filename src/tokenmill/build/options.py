@@ -175,7 +175,7 @@ class PrepareOptions:
         are_paths = all(all(name.split(".")) for name in names)
         if isinstance(self.keep, str) or len(set(names)) < len(names) or not are_paths:
             raise ConfigError(
-                f"keep: must be a list of fields, each once, got {self.keep!r}; for example id and url"
+                f"keep: expected a list of fields, each once, got {self.keep!r}; for example id and url"
             )
         ReadOptions(
             text_field="text" if self.text_field is None else self.text_field,

@@ -218,8 +218,8 @@ def _path_problem(error: OSError) -> tuple[str, int]:
     if error.errno in FULL:
         reason = os.strerror(error.errno).lower()
         return f"{error.filename}: {reason}; free some space, then run the same command again", 1
-    reason = f"the system must allow its use, got {error.strerror}; fix the path or its rights"
-    return f"{error.filename}: {reason}", ui.exit_code(error)
+    reason = str(error.strerror).lower()
+    return f"{reason}: {error.filename}; fix the path or its permissions", ui.exit_code(error)
 
 
 def _fail(message: str, code: int) -> NoReturn:

@@ -314,11 +314,9 @@ def check_file(option: str, file: Path | None) -> None:
         return
     if file.is_dir():
         name = f"report{'.svg' if option == '--svg' else '.html'}"
-        raise ConfigError(f"{option}: must be a file, got the folder {file}; name a file in it, such as {name}")
+        raise ConfigError(f"{option}: expected a file, got the folder {file}; name a file in it, such as {name}")
     if not file.absolute().parent.is_dir():
-        raise ConfigError(
-            f"{option}: must be a file in a folder that is there, got {file}; make {file.parent} first"
-        )
+        raise ConfigError(f"{option}: folder not found: {file.parent}; create it first")
 
 
 # What commands write

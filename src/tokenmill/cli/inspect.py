@@ -321,7 +321,7 @@ def view(
         from tokenmill.view.server import LOOPBACK, make_app, new_word
     except ImportError as error:
         raise MissingExtraError(
-            f"tokenmill view: needs starlette and uvicorn, got {error}; pip install 'tokenmill[view]'"
+            f"tokenmill view: starlette or uvicorn is not installed ({error}); pip install 'tokenmill[view]'"
         ) from None
     from tokenmill.view.views import Opened
 

@@ -278,7 +278,7 @@ def _weights(texts: list[str]) -> dict[str, float]:
             weight = float(number)
         except ValueError:
             raise ConfigError(
-                f"--weights: must be a list of name=number, got {part.strip()!r}; for example web=0.5,books=0.5"
+                f"--weights: expected a list of name=number, got {part.strip()!r}; for example web=0.5,books=0.5"
             ) from None
         if name in weights:
             raise ConfigError(f"--weights: must name each source once, got {name!r} twice; leave one out")

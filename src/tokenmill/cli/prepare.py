@@ -249,10 +249,10 @@ def _check_mode(
             f"prepare: must do one of {', '.join(modes)} at a time, got {' and '.join(chosen)}; choose one"
         )
     if not inputs and part is None:
-        raise ConfigError("prepare: needs files to read, got none; name them before --out")
+        raise ConfigError("prepare: no input files; name them before --out")
     if engine not in ENGINES:
         raise ConfigError(
-            f"engine: must be one of {', '.join(ENGINES)}, got {engine!r}; what runs the tokenizer is "
+            f"engine: expected one of {', '.join(ENGINES)}, got {engine!r}; what runs the tokenizer is "
             "--tokenizer-engine"
         )
     if engine == "ray" and (plan_only or part is not None):

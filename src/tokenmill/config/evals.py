@@ -45,7 +45,7 @@ class EvalSource:
                 'store = "stores/web/val"'
             )
         if self.documents is not None and self.file is not None:
-            raise ConfigError(f"{where}: must have documents or a file of them, got both; leave one of the two out")
+            raise ConfigError(f"{where}: `documents` cannot be combined with `file`; remove one")
         if self.weight is not None and not 0 < self.weight < inf:
             raise ConfigError(f"{where}: weight must be positive, got {self.weight}; leave out the source instead")
         if self.documents is not None and self.file is None:

@@ -289,7 +289,7 @@ class SourceConfig:
                 raise ConfigError(f"{where}: {key} is for documents, got a store; leave it out")
         if self.documents and self.tokenizer is None:
             raise ConfigError(
-                f"{where}: documents must have a tokenizer, got none; "
+                f"{where}: `documents` without a tokenizer; "
                 'for example tokenizer = "path/to/tokenizer.json", or "bytes"'
             )
 
@@ -302,7 +302,7 @@ class SourceConfig:
         for key in ("max_epochs", "on_exhausted"):
             if getattr(self, key) is not None:
                 raise ConfigError(
-                    f"{where}: {key} needs the rows of an epoch counted, got it with live = true; leave out live, "
+                    f"{where}: {key} cannot be combined with live = true: rows are not counted; leave out live, "
                     "and the documents are prepared once"
                 )
         for key in ("lanes", "window_bytes"):
@@ -362,9 +362,7 @@ class Config:
                     )
             object.__setattr__(self, key, tuple(items))
         if not self.sources:
-            raise ConfigError(
-                "sources: a run must have at least one, got none; add [[sources]] with name and store"
-            )
+            raise ConfigError("sources: no sources; add [[sources]] with name and store")
         for kind in ("sources", "stages", "evals"):
             names = [item.name for item in getattr(self, kind)]
             twice = sorted({name for name in names if names.count(name) > 1})
@@ -383,9 +381,7 @@ class Config:
     def steps(self) -> int:
         """Optimizer steps of the run."""
         if self.run.steps is None:
-            raise ConfigError(
-                "run: must have steps, or epochs, got neither; for example steps = 1000, or epochs = 3"
-            )
+            raise ConfigError("run: no length; set steps or epochs, for example steps = 1000, or epochs = 3")
         return self.run.steps
 
     def _settle_tokens(self) -> None:
@@ -471,7 +467,7 @@ class Config:
         if weights is None:
             if len(trained) > 1:
                 raise ConfigError(
-                    f"{where}: weights must say the share of each of {len(trained)} sources, got none; "
+                    f"{where}: no weights for {len(trained)} sources; "
                     f"add weights = {{ {', '.join(f'{name} = 1' for name in trained)} }} under [run]"
                     f"{' or to the stage' if self.stages else ''}, or "
                     'weights = "tokens" for the size of each'
@@ -562,12 +558,10 @@ def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:
     tables = read_old(plain_numbers(tables), where)
     own = next((key for key in tables if key in RunConfig.__dataclass_fields__ and key not in TABLES), None)
     if own is not None:
-        raise ConfigError(f"{where}: {own} must stand under [run], got it outside of a table; write [run] above it")
+        raise ConfigError(f"{where}: {own} is outside of a table; write [run] above it")
     check_keys(where, tables, TABLES)
     if "run" not in tables:
-        raise ConfigError(
-            f"{where}: table [run] must be there, got none; add it with steps, global_batch_size, seq_len"
-        )
+        raise ConfigError(f"{where}: missing table: [run]; add it with steps, global_batch_size, seq_len")
     for key, kind, step, tokens in (
         ("stages", StageConfig, "start_step", "start_tokens"),
         ("quarantine", QuarantineConfig, "from_step", "from_tokens"),
@@ -575,7 +569,7 @@ def parse_config(tables: Mapping[str, Any], *, where: str = "config") -> Config:
         for number, table in enumerate(tables.get(key, ()) if isinstance(tables.get(key), list) else ()):
             if isinstance(table, Mapping) and not {step, tokens} & table.keys():
                 check_keys(f"{key}[{number}]", table, list(kind.__dataclass_fields__))  # it may be misspelt
-                raise ConfigError(f"{key}[{number}]: {step} must be given, got nothing; add {step} = ...")
+                raise ConfigError(f"{key}[{number}]: missing key: {step}; add {step} = ...")
     return Config(
         run=read_table(RunConfig, tables["run"], "run"),
         sources=read_list(SourceConfig, tables, "sources"),
@@ -597,13 +591,11 @@ def read_tables(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(file, MAX_CONFIG_BYTES))
     except FileNotFoundError:
-        raise ConfigError(
-            f"{file}: a run must be described in a TOML file, got nothing there; fix the path"
-        ) from None
+        raise ConfigError(f"config not found: {file}; fix the path") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: must be TOML, got {error}; fix that line") from None
+        raise ConfigError(f"{file}: expected TOML, got {error}; fix that line") from None
     except RecursionError:
-        raise ConfigError(f"{file}: must be TOML, got lists or tables too deep in one another; fix it") from None
+        raise ConfigError(f"{file}: expected TOML, got lists or tables too deep in one another; fix it") from None
 
 
 def to_toml(tables: Mapping[str, Any]) -> str:

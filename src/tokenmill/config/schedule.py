@@ -253,7 +253,7 @@ class ResolvedStage:
             )
         if self.ramp and self.start_step == 0 and self.ramp_from is None:
             raise ConfigError(
-                f"{where}: a ramp of the first stage must say where it starts, got none; add ramp_from = {{ ... }}"
+                f"{where}: a ramp in the first stage needs weights to start from; add ramp_from = {{ ... }}"
             )
 
     @property
@@ -514,7 +514,7 @@ class QuarantineConfig:
         if self.from_step < 0 and self.from_tokens is None:
             raise ConfigError(f"{where}: from_step must not be negative, got {self.from_step}; count from 0")
         if self.documents is not None and self.file is not None:
-            raise ConfigError(f"{where}: must have documents or a file of them, got both; leave one of the two out")
+            raise ConfigError(f"{where}: `documents` cannot be combined with `file`; remove one")
         if self.documents is not None and not self.documents:
             raise ConfigError(
                 f"{where}: documents must name some, got an empty list; leave the quarantine out, "

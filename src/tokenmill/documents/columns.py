@@ -42,7 +42,7 @@ def _refuse_other_types(schema: pa.Schema, text_field: str, path: str) -> None:
         known = [kind.field(index).name for index in range(kind.num_fields)] if pa.types.is_struct(kind) else []
         if name not in known:
             raise DocumentError(
-                f"{path}: must have a column {text_field!r}, got {', '.join(map(repr, known)) or kind}; "
+                f"{path}: no column {text_field!r}, only {', '.join(map(repr, known)) or kind}; "
                 f"name it with text_field=...{f', {nearest(name, known)}' if known else ''}"
             )
         kind = kind.field(name).type

@@ -65,7 +65,7 @@ class _Table:
         wanted = header if options.text_field is None else [options.text_field]
         if options.text_field is not None and options.text_field not in header:
             raise DocumentError(
-                f"{path}: must have a column {options.text_field!r}, got {', '.join(map(repr, header))}; "
+                f"{path}: no column {options.text_field!r}, only {', '.join(map(repr, header))}; "
                 f"name it with text_field=..., {nearest(options.text_field, header)}"
             )
         twice = [name for name in dict.fromkeys(wanted) if header.count(name) > 1]

@@ -179,7 +179,7 @@ def _files_of(item: str, format: str | None) -> tuple[dict[str, str], list[str]]
 def _expand(item: str) -> Iterator[tuple[str, bool]]:
     """Yield the files of an input: path, and whether the user named the file itself and not a folder."""
     if "://" in item:
-        raise DocumentError(f"{item}: must be a path on this machine, got an address; download the files first")
+        raise DocumentError(f"{item}: expected a path on this machine, got an address; download the files first")
     item = os.path.expanduser(item)
     if os.path.isfile(item):
         yield item, True
@@ -209,8 +209,7 @@ def _no_match(item: str) -> list[str]:
     other = ", or pass a text as a record in Python: [{'text': ...}]" if is_like_text else ""
     shown = item if len(item) <= _MOST_SHOWN else f"{item[:_MOST_SHOWN]}..."
     raise InputMissingError(
-        f"{shown}: must be a file, folder or glob that matches some, got nothing there; "
-        f"fix the path (this process runs in {os.getcwd()}){other}"
+        f"no such file or folder: {shown}; fix the path (working directory: {os.getcwd()}){other}"
     )
 
 

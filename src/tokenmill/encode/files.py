@@ -136,9 +136,8 @@ def _json_path(spec: str) -> Path:
             "with tokenizer.save_pretrained(folder) of a fast Hugging Face tokenizer"
         )
     raise TokenizerMissingError(
-        f"tokenizer {spec!r}: must be 'bytes', a tokenizer.json, a .model file, a folder holding one, or "
-        "'tiktoken:<rank file>', got a path that does not exist; save the tokenizer to a folder, "
-        f"or write hf:NAME to download it from the Hugging Face hub{suggestion(spec)}"
+        f"tokenizer not found: {spec!r}; pass 'bytes', a tokenizer.json, a .model file or a folder with "
+        f"one of them, tiktoken:RANKFILE, or hf:NAME to download it from the Hugging Face hub{suggestion(spec)}"
     )
 
 
@@ -237,7 +236,7 @@ def read_object(data: bytes, path: Path, refusal: type[TokenmillError] = Tokeniz
     try:
         value = msgspec.json.decode(data)
     except (ValueError, RecursionError) as error:
-        raise refusal(f"{path}: must be JSON, got {error}; is the download whole?") from error
+        raise refusal(f"{path}: expected JSON, got {error}; is the download whole?") from error
     if not isinstance(value, dict):
         raise refusal(f"{path}: must be a JSON object, got {type(value).__name__}; is it the right file?")
     return value

@@ -598,7 +598,7 @@ def with_policy(tokenizer: Tokenizer, policy: str) -> Tokenizer:
     """Return a tokenizer that treats control strings in raw text so; `text` is what every tokenizer does itself."""
     if policy not in CONTROL_POLICIES:
         raise ConfigError(
-            f"control_strings: must be one of {', '.join(CONTROL_POLICIES)}, got {policy!r}; "
+            f"control_strings: expected one of {', '.join(CONTROL_POLICIES)}, got {policy!r}; "
             f"{nearest(policy, CONTROL_POLICIES)}"
         )
     if policy == "text" or not tokenizer.special_ids:

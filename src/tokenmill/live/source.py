@@ -181,7 +181,7 @@ class LiveOptions:
                 raise ConfigError(f"{name}: must be at least 1, got {value}; raise it")
         if self.on_error not in ON_ERROR:
             raise ConfigError(
-                f"on_error: must be one of {', '.join(ON_ERROR)}, got {self.on_error!r}; "
+                f"on_error: expected one of {', '.join(ON_ERROR)}, got {self.on_error!r}; "
                 f"{nearest(self.on_error, ON_ERROR)}"
             )
         _ = self.policy, self.reading

@@ -38,7 +38,7 @@ class LoaderOptions:
         check_fields(self, "loader.")
         if self.positions not in POSITIONS:
             raise ConfigError(
-                f"positions: must be one of {', '.join(POSITIONS)}, got {self.positions!r}; "
+                f"positions: expected one of {', '.join(POSITIONS)}, got {self.positions!r}; "
                 f"{nearest(self.positions, POSITIONS)}"
             )
         if self.threads < 0 or self.prefetch < 1 or not self.timeout > 0:

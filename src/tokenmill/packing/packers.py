@@ -90,7 +90,7 @@ class Policy:
         ):
             if value not in known:
                 raise ConfigError(
-                    f"{field}: must be one of {', '.join(known)}, got {value!r}; {nearest(value, known)}"
+                    f"{field}: expected one of {', '.join(known)}, got {value!r}; {nearest(value, known)}"
                 )
 
     @property

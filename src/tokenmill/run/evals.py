@@ -151,7 +151,7 @@ class Eval:
         packed = [self._part(source) for source in self.config.parts]
         taken = self._taken([part.rows.num_rows for part in packed])
         if not sum(taken):
-            raise ConfigError(f"eval {self.name!r}: must have at least one row, got none; add documents")
+            raise ConfigError(f"eval {self.name!r}: no rows; add documents")
         return tuple(replace(part, taken=rows) for part, rows in zip(packed, taken, strict=True))
 
     def _packing(self, store: Store) -> str:

@@ -139,8 +139,8 @@ def _forked(
             break
     else:
         raise ConfigError(
-            f"fork: a stage that begins at step {step} must leave all batches as they are, got others from step "
-            f"{_parts_at(run, new)} on; choose another step"
+            f"fork: a stage that begins at step {step} would change batches from step {_parts_at(run, new)} on; "
+            "choose another step"
         )
     if weights is not None:
         begun = next(stage for stage in forked["stages"] if stage["start_step"] == step)
@@ -148,7 +148,7 @@ def _forked(
         new = _run(forked, file)
     if new.plan().fingerprint_at(step) != plan.fingerprint_at(step):
         raise ConfigError(
-            f"fork: batches before step {step} must be those of {run.name!r}, got others from step "
+            f"fork: batches before step {step} would differ from those of {run.name!r}, from step "
             f"{_parts_at(run, new)} on; choose another step"
         )
     return new, stage

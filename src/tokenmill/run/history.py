@@ -51,7 +51,7 @@ class PlanRecord:
 
     def __post_init__(self) -> None:
         if not all({"start_step", "sources"} <= stage.keys() for stage in self.stages):
-            raise ConfigError("plan: a stage must have start_step and sources, got one without; remove the record")
+            raise ConfigError("plan: a stage of the record has no start_step or sources; remove the record")
         # A plan that an older release recorded has old keys, which must show no difference.
         records = any(
             rows.get("packing") == "records" for stage in self.stages for rows in stage["sources"].values()

@@ -395,12 +395,10 @@ def _read_body(file: Path) -> dict[str, Any]:
     try:
         text = _read_plain(file)
     except (FileNotFoundError, NotADirectoryError):
-        got, way_out = "nothing there", "run `tokenmill prepare` or fix the path"
+        reason, way_out = "the folder does not exist", "run `tokenmill prepare`, or fix the path"
         if file.parent.exists():
-            got, way_out = "none", "if `tokenmill prepare` was interrupted there, run it again"
-        raise StoreMissingError(
-            f"{file.parent}: a store must be a folder with {MANIFEST}, got {got}; {way_out}"
-        ) from None
+            reason, way_out = f"no {MANIFEST}", "if `tokenmill prepare` was interrupted there, run it again"
+        raise StoreMissingError(f"no store at this path: {file.parent} ({reason}); {way_out}") from None
     try:
         body: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
         checksum = body.pop("checksum")

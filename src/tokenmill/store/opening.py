@@ -138,7 +138,7 @@ def join_stores(stores: Sequence[Store]) -> Store:
     places = [store.path.resolve() for store in stores]
     for number, place in enumerate(places):
         if place in places[:number]:
-            raise ConfigError(f"{place}: a store must be named once in a source, got it twice; leave one out")
+            raise ConfigError(f"{place}: the store is named twice in a source; remove one")
     for store in stores[1:]:
         _check_alike(stores[0], store)
     shards: list[layout.ShardInfo] = []

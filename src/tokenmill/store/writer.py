@@ -67,7 +67,7 @@ class StoreSpec:
             )
         if self.storage not in STORAGES:
             raise StoreError(
-                f"storage: must be one of {', '.join(STORAGES)}, got {self.storage!r}; leave it out for bin"
+                f"storage: expected one of {', '.join(STORAGES)}, got {self.storage!r}; leave it out for bin"
             )
 
     @property

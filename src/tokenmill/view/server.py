@@ -46,7 +46,7 @@ def make_app(opened: Opened, word: str, hosts: tuple[str, ...]) -> Starlette:
     async def page(request: Request) -> Response:
         name, shown = request.path_params["view"], opened
         if name not in VIEWS:
-            message = f"{name[:40]!r}: must be a view, got none of that name; choose one above"
+            message = f"unknown view: {name[:40]!r}; choose one above"
             return _page(opened, name, problem(message), 404)
         try:
             shown = _chosen(opened, request)

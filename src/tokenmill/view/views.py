@@ -278,7 +278,7 @@ class Opened:
                 raise ConfigError(
                     f"{self.name}: must read a store for this view, got live text alone; prepare it to look into it"
                 )
-            raise ConfigError(f"{self.path}: must hold a store, got none; wait for the build to finish")
+            raise ConfigError(f"{self.path}: no finished store; wait for the build to finish")
         if name and name not in self.stores:
             raise ConfigError(f"source: must be one that is open, got {name!r}; {nearest(name, names)}")
         chosen = name or names[0]
@@ -289,7 +289,7 @@ def number(parameters: Parameters, name: str, default: int = 0, *, least: int = 
     """Return a whole number from the query."""
     text = parameters.get(name, "").strip() or str(default)
     if not text.isascii() or not text.isdecimal() or len(text) > 18 or int(text) < least:
-        raise ConfigError(f"{name}: must be a number of at least {least}, got {text[:40]!r}; write digits")
+        raise ConfigError(f"{name}: expected a number of at least {least}, got {text[:40]!r}; write digits")
     return int(text)
 
 
@@ -463,7 +463,7 @@ def _side(run: Run, step: int) -> StepContents | str:
 def build_view(opened: Opened, parameters: Parameters) -> BuildStatus:  # noqa: ARG001
     """Show the progress of a build."""
     if isinstance(opened.path, str) or opened.run is not None:
-        raise ConfigError(f"{opened.path}: must be the folder of a build, got none; open the one that --out names")
+        raise ConfigError(f"{opened.path}: no build in this folder; open the folder of --out")
     return build_status(opened.path)
 
 

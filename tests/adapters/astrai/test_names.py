@@ -76,7 +76,7 @@ def test_without_torch_one_line_says_what_to_install(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(
-        ImportError, match=r"^tokenmill\.adapters\.astrai: needs torch, got none; pip install '.*torch"
+        ImportError, match=r"^tokenmill\.adapters\.astrai: torch is not installed; pip install '.*torch"
     ):
         importlib.import_module("tokenmill.adapters.astrai")
 

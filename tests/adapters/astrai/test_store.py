@@ -276,11 +276,11 @@ def test_save_bin_and_load_bin_keep_tensors(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "must be a table of arrays"),
+        ("[]", "expected a table of arrays"),
         ('{"../a": {"shape": [1], "dtype": "int32"}}', "must hold an array of bool"),
         ('{"a": {"shape": [1], "dtype": "object"}}', "must hold an array of bool"),
         ('{"a": {"shape": [3], "dtype": "int32"}}', "must hold 3 numbers of int32, got 4 bytes"),
-        ('{"a": {"shape": [-1], "dtype": "int32"}}', "must be a table of arrays"),
+        ('{"a": {"shape": [-1], "dtype": "int32"}}', "expected a table of arrays"),
     ],
 )
 def test_a_forged_meta_is_refused_by_load_bin(tmp_path, text, message):

@@ -162,7 +162,7 @@ def test_the_state_of_other_samples_restores_the_epoch_with_a_warning(tmp_path, 
         f"state: fingerprint is {dataset.fingerprint!r}, and {changed.fingerprint!r}",
         "state: total_samples is 499, and 500",
     ]
-    with pytest.raises(ResumeError, match=r"state.epoch: must be a whole number"):
+    with pytest.raises(ResumeError, match=r"state.epoch: expected a whole number"):
         changed.load_state_dict({"epoch": -1})
 
 

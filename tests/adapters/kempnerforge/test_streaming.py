@@ -122,13 +122,13 @@ def test_steps_of_several_batches_keep_their_number(folder):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"batches_yielded": -1}, "state.batches_yielded: must be a whole number"),
-        ({"batches_yielded": "x"}, "state.batches_yielded: must be a whole number .* got 'x'"),
-        ({"batch_size": None}, "state.batch_size: must be a whole number"),
-        ({"world_size": 0}, "state.world_size: must be a whole number"),
-        ({"grad_accum_steps": 0}, "state.grad_accum_steps: must be a whole number"),
-        ({"epoch": "x"}, "state.epoch: must be a whole number"),
-        ({"live": None}, "state.live: must be a table, got None"),
+        ({"batches_yielded": -1}, "state.batches_yielded: expected a whole number"),
+        ({"batches_yielded": "x"}, "state.batches_yielded: expected a whole number .* got 'x'"),
+        ({"batch_size": None}, "state.batch_size: expected a whole number"),
+        ({"world_size": 0}, "state.world_size: expected a whole number"),
+        ({"grad_accum_steps": 0}, "state.grad_accum_steps: expected a whole number"),
+        ({"epoch": "x"}, "state.epoch: expected a whole number"),
+        ({"live": None}, "state.live: expected a table, got None"),
     ],
 )
 def test_a_state_that_cannot_be_is_refused(change, message, folder):

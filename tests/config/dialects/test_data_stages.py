@@ -29,7 +29,7 @@ def without(name):
     ("stage", "message"),
     [
         *(
-            (without(name), f"{PLACE}: {name} must be given, got nothing; add {name} = ...")
+            (without(name), f"{PLACE}: missing key: {name}; add {name} = ...")
             for name in ("name", "start_step", "dataset_type", "seq_len")
         ),
         (FIRST | {"name": " "}, "training.data_stages: name must not be empty, got ' '; name the stage"),
@@ -89,18 +89,18 @@ def without(name):
             FIRST | {"dataset_weights": [0.5, 0.25, 0.25]},
             "stage 'a': dataset_weights must be as many as the 2 dataset_folders, got 3; give one to each",
         ),
-        (FIRST | {"seq_len": 0}, f"{PLACE}.seq_len: must be a whole number from 1 to 2^40, got 0; change it"),
+        (FIRST | {"seq_len": 0}, f"{PLACE}.seq_len: expected a whole number from 1 to 2^40, got 0; change it"),
         (
             FIRST | {"seq_len": 64.0},
-            f"{PLACE}.seq_len: must be a whole number from 1 to 2^40, got 64.0; change its type",
+            f"{PLACE}.seq_len: expected a whole number from 1 to 2^40, got 64.0; change its type",
         ),
         (
             FIRST | {"dataset_random_seed": -1},
-            f"{PLACE}.dataset_random_seed: must be a whole number from 0 to 2^63 - 1, got -1; change it",
+            f"{PLACE}.dataset_random_seed: expected a whole number from 0 to 2^63 - 1, got -1; change it",
         ),
         (
             FIRST | {"start_step": -1},
-            f"{PLACE}.start_step: must be a whole number from 0 to 2^40, got -1; change it",
+            f"{PLACE}.start_step: expected a whole number from 0 to 2^40, got -1; change it",
         ),
         (
             FIRST | {"start_step": 100},
@@ -116,7 +116,7 @@ def without(name):
             "stage 'a': end_step must be 100, where training ends, as stages leave no gap and do not overlap, got "
             "101; leave it out",
         ),
-        (FIRST | {"seqlen": 64}, f"{PLACE}: keys must be known, got 'seqlen'; did you mean 'seq_len'?"),
+        (FIRST | {"seqlen": 64}, f"{PLACE}: unknown key: 'seqlen'; did you mean 'seq_len'?"),
     ],
 )
 def test_a_stage_is_checked(stage, message):

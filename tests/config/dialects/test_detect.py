@@ -70,8 +70,8 @@ def test_a_foreign_config_is_told_by_its_tables(tables, dialect):
             "x.toml: must have [run] and [[sources]] (native), [data] (KempnerForge), or [training] (torchtitan), "
             "got [traning]; did you mean 'training'?",
         ),
-        ({"data": 3}, "x.toml: data: must be a table, got 3; write [data]"),
-        ({"training": [1]}, "x.toml: training: must be a table, got [1]; write [training]"),
+        ({"data": 3}, "x.toml: data: expected a table, got 3; write [data]"),
+        ({"training": [1]}, "x.toml: training: expected a table, got [1]; write [training]"),
     ],
 )
 def test_a_config_of_several_kinds_or_none_is_refused(tables, message):
@@ -217,10 +217,10 @@ def test_what_is_known_of_tokens_goes_to_sources_of_token_files(sources, tables,
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"vocabsize": 3}, "tokenmill: keys must be known, got 'vocabsize'; did you mean 'vocab_size'?"),
-        ({"eos_id": -1}, "tokenmill.eos_id: must be a whole number from 0 to 2^40, got -1; change it"),
-        ({"eos_id": True}, "tokenmill.eos_id: must be a whole number from 0 to 2^40, got True; change its type"),
-        ({"dtype": 16}, "tokenmill.dtype: must be a string, got 16; change its type"),
+        ({"vocabsize": 3}, "tokenmill: unknown key: 'vocabsize'; did you mean 'vocab_size'?"),
+        ({"eos_id": -1}, "tokenmill.eos_id: expected a whole number from 0 to 2^40, got -1; change it"),
+        ({"eos_id": True}, "tokenmill.eos_id: expected a whole number from 0 to 2^40, got True; change its type"),
+        ({"dtype": 16}, "tokenmill.dtype: expected a string, got 16; change its type"),
     ],
 )
 def test_our_own_table_is_checked(table, message):

@@ -294,7 +294,7 @@ def test_the_seed_of_data_goes_before_that_of_the_model(said, seed):
 def test_a_misspelt_key_of_training_is_named():
     """[A1.a]"""
     message = refused({"dataset_path": "/web"}, train=TRAIN | {"max_step": 10})
-    assert message == "kf.toml: train: keys must be known, got 'max_step'; did you mean 'max_steps'?"
+    assert message == "kf.toml: train: unknown key: 'max_step'; did you mean 'max_steps'?"
     taken({"dataset_path": "/web"}, train=TRAIN | {"compile_model": False, "z_loss_weight": 1e-4})
 
 
@@ -376,7 +376,7 @@ def test_a_tokenizer_by_name_is_noted_as_none_is_downloaded():
             "data.tokenizer_path: must be given to read the text of 'x', got nothing; "
             "add the folder of a tokenizer",
         ),
-        ({"data_path": "/web"}, "data: keys must be known, got 'data_path'; did you mean 'dataset_path'?"),
+        ({"data_path": "/web"}, "data: unknown key: 'data_path'; did you mean 'dataset_path'?"),
         (
             {"num_workers": -1},
             "data: num_workers must be at least 0 and prefetch_factor at least 1, got -1 and 2; raise them",
@@ -386,10 +386,10 @@ def test_a_tokenizer_by_name_is_noted_as_none_is_downloaded():
             "data: num_workers must be at least 0 and prefetch_factor at least 1, got 4 and 0; raise them",
         ),
         ({"mix_temperature": 0}, "data: mix_temperature must be positive, got 0; use 1"),
-        ({"mix_temperature": "1"}, "data.mix_temperature: must be a number, got '1'; leave out the quotes"),
-        ({"pack_sequences": 1}, "data.pack_sequences: must be true or false, got 1; change its type"),
-        ({"dataset_path": ["/web"]}, "data.dataset_path: must be a string, got ['/web']; change its type"),
-        ({"datasets": ["/web"]}, "data.datasets[0]: must be a table, got '/web'; write [[data.datasets]]"),
+        ({"mix_temperature": "1"}, "data.mix_temperature: expected a number, got '1'; leave out the quotes"),
+        ({"pack_sequences": 1}, "data.pack_sequences: expected true or false, got 1; change its type"),
+        ({"dataset_path": ["/web"]}, "data.dataset_path: expected a string, got ['/web']; change its type"),
+        ({"datasets": ["/web"]}, "data.datasets[0]: expected a table, got '/web'; write [[data.datasets]]"),
         *(
             (
                 {"hf_dataset_name": "x", name: 1},
@@ -438,7 +438,7 @@ def test_the_table_of_data_is_checked(data, message):
             "dataset '/x': weight must be positive, got inf; leave it out of the list",
         ),
         ({"path": "/x", "name": "web"}, "data.datasets[1]: names must differ, got 'web' twice; rename one"),
-        ({"path": "/x", "wieght": 1}, "data.datasets[1]: keys must be known, got 'wieght'; did you mean 'weight'?"),
+        ({"path": "/x", "wieght": 1}, "data.datasets[1]: unknown key: 'wieght'; did you mean 'weight'?"),
         (
             {"hf_name": "x"},
             "data.tokenizer_path: must be given to read the text of 'x', got nothing; "
@@ -478,11 +478,11 @@ def test_each_dataset_is_checked(dataset, message):
         ),
         (
             {"start_step": 9, "dataset_weights": [1]},
-            "data.phases[1].dataset_weights: must be a table of numbers, got [1]; change its type",
+            "data.phases[1].dataset_weights: expected a table of numbers, got [1]; change its type",
         ),
         (
             {"start_step": 9, "weights": {}},
-            "data.phases[1]: keys must be known, got 'weights'; did you mean 'dataset_weights'?",
+            "data.phases[1]: unknown key: 'weights'; did you mean 'dataset_weights'?",
         ),
     ],
 )
@@ -495,7 +495,7 @@ def test_each_phase_is_checked(phase, message):
 @pytest.mark.parametrize("name", ["batch_size", "seq_len", "max_steps", "grad_accum_steps"])
 def test_numbers_of_training_are_positive(name):
     message = refused({"dataset_path": "/web"}, train=TRAIN | {name: 0})
-    assert message == f"kf.toml: train.{name}: must be a whole number from 1 to 2^40, got 0; change it"
+    assert message == f"kf.toml: train.{name}: expected a whole number from 1 to 2^40, got 0; change it"
 
 
 def test_what_two_datasets_are_called_alike_names_neither():

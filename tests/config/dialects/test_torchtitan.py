@@ -262,11 +262,11 @@ def test_relative_paths_are_noted():
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        ({"steps": None}, "tt.toml: training: steps must be given, got nothing; add steps = ..."),
-        ({"steps": 0}, "tt.toml: training.steps: must be a whole number from 1 to 2^40, got 0; change it"),
+        ({"steps": None}, "tt.toml: training: missing key: steps; add steps = ..."),
+        ({"steps": 0}, "tt.toml: training.steps: expected a whole number from 1 to 2^40, got 0; change it"),
         (
             {"local_batch_size": 0},
-            "tt.toml: training.local_batch_size: must be a whole number from 1 to 2^40, got 0; change it",
+            "tt.toml: training.local_batch_size: expected a whole number from 1 to 2^40, got 0; change it",
         ),
         (
             {"global_batch_size": 0},
@@ -289,15 +289,15 @@ def test_relative_paths_are_noted():
         ),
         (
             {"dataset_folder": ["/web"]},
-            "tt.toml: training: keys must be known, got 'dataset_folder'; did you mean 'dataset_folders'?",
+            "tt.toml: training: unknown key: 'dataset_folder'; did you mean 'dataset_folders'?",
         ),
         (
             {"data_stage": []},
-            "tt.toml: training: keys must be known, got 'data_stage'; did you mean 'data_stages'?",
+            "tt.toml: training: unknown key: 'data_stage'; did you mean 'data_stages'?",
         ),
         (
             {"data_stages": {"name": "a"}},
-            "tt.toml: training.data_stages: must be a list of tables, got {'name': 'a'}; change its type",
+            "tt.toml: training.data_stages: expected a list of tables, got {'name': 'a'}; change its type",
         ),
     ],
 )

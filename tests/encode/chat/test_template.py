@@ -77,7 +77,7 @@ def test_what_is_not_there_is_named_with_the_way_out(folder, tmp_path):
     with pytest.raises(ConfigError, match=r"a template named 'default', got \['rag'\]; write tokenizer:<name>"):
         load_template("tokenizer", tokenizer=str(folder))
     write(folder, "tokenizer_config.json", "{")
-    with pytest.raises(ConfigError, match="must be JSON"):
+    with pytest.raises(ConfigError, match="expected JSON"):
         load_template("tokenizer", tokenizer=str(folder))
     (tmp_path / "a.jinja").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match="must be UTF-8"):

@@ -259,7 +259,7 @@ def test_an_export_replaces_nothing(make, tmp_path):
     export_store(path, out=tmp_path / "out", format="npy")
     with pytest.raises(StoreExistsError, match="must be a new or an empty folder"):
         export_store(path, out=tmp_path / "out", format="npy")
-    with pytest.raises(ConfigError, match=r"format: must be one of megatron, .*did you mean 'nanoset'"):
+    with pytest.raises(ConfigError, match=r"format: expected one of megatron, .*did you mean 'nanoset'"):
         export_store(path, out=tmp_path / "other", format="nanosets")
 
 

@@ -88,7 +88,7 @@ def test_plain_http_to_another_machine_must_be_asked_for_by_name():
         ({"horizon_bytes": 0}, "horizon_bytes must be more than 0"),
         ({"deadline": 0.0}, "deadline must be more than 0"),
         ({"limit_bytes": -1, "mirror": "m"}, "must not be negative"),
-        ({"limit_bytes": 5}, "name a folder as mirror"),
+        ({"limit_bytes": 5}, "set `mirror` to a folder"),
     ],
 )
 def test_options_that_cannot_be_right_are_refused(options, message):

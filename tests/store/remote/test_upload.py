@@ -124,7 +124,7 @@ def test_what_is_no_store_or_no_address_is_refused(make_store, tmp_path):
     with pytest.raises(StoreMissingError):
         upload(tmp_path / "nothing", f"file://{tmp_path}/remote")
     path, *_ = make_store("web", LENGTHS)
-    with pytest.raises(ConfigError, match=r"address: must be one of object storage, got 'elsewhere'"):
+    with pytest.raises(ConfigError, match=r"address: expected one of object storage, got 'elsewhere'"):
         upload(path, "elsewhere")
 
 

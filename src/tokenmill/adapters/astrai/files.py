@@ -62,7 +62,7 @@ def load_bin(file_path: str | os.PathLike[str]) -> dict[str, list[torch.Tensor]]
         table = msgspec.json.decode(data, type=dict[str, _Entry])
     except (ValueError, RecursionError) as error:
         raise StoreCorruptError(
-            f"{folder / META}: must be a table of arrays, got {error}; write it again"
+            f"{folder / META}: expected a table of arrays, got {error}; write it again"
         ) from None
     tensors = {}
     for key, entry in table.items():

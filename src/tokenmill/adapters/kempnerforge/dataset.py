@@ -370,7 +370,7 @@ class MixtureDataset(Dataset[Sample]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Pass their states to the datasets."""
         if not isinstance(state, Mapping):
-            raise ResumeError(f"state: must be a table, got {state!r}; {AS_SAVED}")
+            raise ResumeError(f"state: expected a table, got {state!r}; {AS_SAVED}")
         for number, dataset in enumerate(self.datasets):
             if f"dataset_{number}" in state and hasattr(dataset, "load_state_dict"):
                 dataset.load_state_dict(state[f"dataset_{number}"])

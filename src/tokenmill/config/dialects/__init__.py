@@ -143,7 +143,7 @@ def table_of(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return a table of a file; an empty one where there is none."""
     value = tables.get(name, {})
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}: must be a table, got {value!r}; write [{name}]")
+        raise ConfigError(f"{name}: expected a table, got {value!r}; write [{name}]")
     return value
 
 

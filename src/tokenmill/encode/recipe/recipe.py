@@ -323,7 +323,7 @@ def load_recipe(spec: str | Mapping[str, object]) -> Recipe:
     path = Path(spec)
     if path.suffix not in (".json", ".toml"):
         raise ConfigError(
-            f"recipe: must be one of {', '.join(PRESETS)} or the path of a .json or .toml file, got {spec!r}; "
+            f"recipe: expected one of {', '.join(PRESETS)} or the path of a .json or .toml file, got {spec!r}; "
             f"{nearest(spec, PRESETS)}"
         )
     recipe = _recipe(_read_file(path), str(path))

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError
-from tokenmill.store.layout import MANIFEST, is_ours, read_at, stores_below
+from tokenmill.store.layout import is_ours, read_at, stores_below
 from tokenmill.store.maps import FileRequest
 from tokenmill.store.ranges import read_range
 from tokenmill.tables import check_option, path_of
@@ -169,7 +169,7 @@ def files_of(path: Path) -> list[Path]:
     """
     text = os.fspath(path)
     if re.match(r"[a-z0-9]{2,}:/", text):
-        raise StoreError(f"{path}: must be a path on this machine, got an address; download the files first")
+        raise StoreError(f"{path}: expected a path on this machine, got an address; download the files first")
     if path.is_file():
         return [path]
     prefixed = [Path(f"{text}{ending}") for ending in (".bin", ".idx")]
@@ -198,15 +198,12 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 def _missing(path: Path) -> str:
     if path.is_dir():
-        got = "an empty folder"
+        got = "the folder is empty"
     elif path.suffix or has_magic(os.fspath(path)):
-        return f"{path}: must be a store, or a file, folder or glob of token files, got nothing there; fix the path"
+        return f"no store or token file at this path: {path}; fix the path"
     else:
-        got = "nothing there"
-    return (
-        f"{path}: a store must be a folder with {MANIFEST}, or token files of another project, got {got}; "
-        "run `tokenmill prepare` or fix the path"
-    )
+        got = "the folder does not exist"
+    return f"no store at this path: {path} ({got}); run `tokenmill prepare`, or fix the path"
 
 
 def _refuse_stores(path: Path, stores: list[Path]) -> None:
@@ -392,7 +389,7 @@ def real_file(path: Path) -> tuple[Path, int]:
     """Return a file with its links resolved, and its size; data may be linked to, unlike files of our stores."""
     real = Path(os.path.realpath(path))
     if not real.is_file():
-        raise StoreCorruptError(f"{path}: must be a plain file, got another kind or a broken link; restore it")
+        raise StoreCorruptError(f"{path}: not a regular file, or a broken symlink; restore it")
     return real, real.stat().st_size
 
 

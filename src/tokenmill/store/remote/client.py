@@ -316,7 +316,7 @@ def connect(address: Address, options: RemoteOptions, *, retries: int, checksums
     try:
         import obstore.store as stores
     except ImportError:
-        raise MissingExtraError(f"{address}: needs obstore, got none; pip install 'tokenmill[remote]'") from None
+        raise MissingExtraError(f"{address}: obstore is not installed; pip install 'tokenmill[remote]'") from None
     deadline = timedelta(seconds=options.deadline)
     client: Any = {
         "timeout": deadline,

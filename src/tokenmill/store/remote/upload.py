@@ -89,7 +89,7 @@ def upload(
         check_instance("options", options, RemoteOptions, "leave it out")
     if not is_address(address):
         raise ConfigError(
-            f"address: must be one of object storage, got {address!r}; write s3://bucket/path, or copy the folder"
+            f"address: expected one of object storage, got {address!r}; write s3://bucket/path, or copy the folder"
         )
     place = parse_address(address, options)
     if read_back is False and place.scheme != "s3":
