@@ -1,7 +1,7 @@
 """Tokens per second, first batch and bytes per token from a real S3 server with latency, with peers.
 
     python benchmarks/remote.py [--tiny] [--json] [--latency 0 20 100] [--megatokens 20] [--steps 60]
-        [--peers PYTHON]
+        [--peers PYTHON] [--slow]
 
 One server (SeaweedFS, on this machine), one proxy before it that counts requests and adds latency to every
 answer, and the same tokens for all. Each candidate draws batches of 32 rows of 2,048 tokens in its own process:
@@ -12,6 +12,9 @@ answer, and the same tokens for all. Each candidate draws batches of 32 rows of 
   the Python of an environment that has them. Each of their files is a 64th of the store, so a cache holds six.
   The default is 64 MB, which reads more per row. Mosaic shuffles fully (`naive`). LitData shuffles its files, and
   the rows within each: it has no full shuffle.
+
+With `--slow`, only waits for a batch are measured, behind a proxy that stops 2% of the bodies for 2 s. Requests
+that are slower than usual are raced by a second one, as always, or not.
 
 Kernels are loaded and packages imported before the clock starts. Rates are those after the first batch. A
 candidate that is not ready after ten seconds is stopped, and the batches that it has drawn are reported.
@@ -78,13 +81,18 @@ def make_store(path: Path, tokens: int) -> None:
 def timed(batches: Iterator[int], began: float, cpu: float) -> dict[str, float]:
     """Draw batches, given as their tokens: seconds to the first, tokens per second after it, CPU-seconds."""
     first, tokens = 0.0, 0
+    waits, last = [], began
     for size in batches:
+        waits.append(time.perf_counter() - last)
+        last += waits[-1]
         first = first or time.perf_counter() - began
         tokens += size
         if time.perf_counter() - began > SECONDS and tokens > size:
             break
     rate = (tokens - BATCH * SEQ_LEN) / (time.perf_counter() - began - first)
-    return {"first": first, "rate": rate, "tokens": tokens, "cpu": time.process_time() - cpu}
+    tail = np.quantile(waits[1:], [0.5, 0.99]).tolist() if len(waits) > 1 else [0.0, 0.0]
+    waited = {"wait_p50": tail[0], "wait_p99": tail[1]}
+    return {"first": first, "rate": rate, "tokens": tokens, "cpu": time.process_time() - cpu, **waited}
 
 
 def draw(file: str) -> dict[str, float]:
@@ -98,8 +106,18 @@ def draw(file: str) -> dict[str, float]:
     return {**found, **(loader.network.counters.to_json() if loader.network else {})}
 
 
+def draw_unraced(file: str) -> dict[str, float]:
+    """Draw all batches of a run, and wait for each request however long it takes."""
+    from tokenmill.store.remote import fetch
+
+    fetch.SLOWEST_START = fetch.LEAST_RACE = float("inf")
+    return draw(file)
+
+
 def draw_one_by_one(file: str) -> dict[str, float]:
     """Read the rows of a run by one blocking request a span, as soon as they are needed."""
+    import obstore
+
     from tokenmill.run.run import Run
     from tokenmill.store.remote.client import Client
 
@@ -117,7 +135,7 @@ def draw_one_by_one(file: str) -> dict[str, float]:
             sizes = np.add.reduceat(spans.length, heads)
             for shard, token, size in zip(spans.shard[heads], spans.token[heads], sizes, strict=True):
                 name = f"{store.manifest.shards[shard].name}/sequence.bin"
-                objects.get_range(name, 2 * int(token), 2 * int(token + size))
+                obstore.get_range(objects.store, name, start=2 * int(token), end=2 * int(token + size))
             yield BATCH * SEQ_LEN
 
     return timed(batches(), began, cpu)
@@ -174,8 +192,9 @@ PEERS = {
 
 def child(kind: str, arguments: list[str]) -> None:
     """Run one candidate in a separate process, and print its results."""
-    if kind in ("draw", "one"):
-        print(json.dumps((draw if kind == "draw" else draw_one_by_one)(*arguments)))
+    ways = {"draw": draw, "one": draw_one_by_one, "unraced": draw_unraced}
+    if kind in ways:
+        print(json.dumps(ways[kind](*arguments)))
         return
     from peers import torchvision_or_stand_in
 
@@ -225,6 +244,28 @@ class Bench:
         for file in sorted((self.folder / name).rglob("*")):
             if file.is_file():
                 client.put(str(file.relative_to(self.folder / name)), file)
+
+    def run_slow(self) -> None:
+        """Measure waits behind a proxy that stops some bodies, with second requests and without, interleaved."""
+        from tests.fault_proxy import Faults, fault_proxy
+        from tests.object_server import make_bucket
+
+        base = {"steps": self.steps, "packing": "concat", "shuffle": "full", "more": "", "verify": "true"}
+        with self.running as self.server:
+            make_bucket(self.server)
+            os.environ.update(self.server.environment)
+            self.upload("web")
+            text = RUN.format(**base, remote="", store=self.folder / "web")
+            (self.folder / "warm.toml").write_text(text)
+            in_child("draw", str(self.folder / "warm.toml"))
+            for seed in range(3):
+                for way in ("draw", "unraced"):
+                    faults = Faults(latency=0.02, only="sequence.bin", stalled=0.02, stall=2.0, seed=seed)
+                    with fault_proxy(self.server.endpoint, faults) as endpoint:
+                        place = self.server.address("web", endpoint)
+                        (self.folder / "run.toml").write_text(RUN.format(**base, remote="", store=place))
+                        found = in_child(way, str(self.folder / "run.toml"))
+                    self.lines.append({"way": "raced" if way == "draw" else "one request", "seed": seed, **found})
 
     def run(self, latencies: list[int]) -> None:
         from tests.object_server import make_bucket
@@ -307,6 +348,7 @@ def main() -> None:
     parser.add_argument("--megatokens", type=int, default=20)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--peers", help="the Python of an environment with mosaicml-streaming and litdata")
+    parser.add_argument("--slow", action="store_true", help="measure second requests behind a slow proxy")
     parser.add_argument("--child", nargs="+")
     options = parser.parse_args()
     if options.child:
@@ -320,7 +362,15 @@ def main() -> None:
     tokens, steps = (1_000_000, 2) if options.tiny else (options.megatokens * 1_000_000, options.steps)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(Path(folder), tokens, steps, options.peers, ORDERS[-1:] if options.tiny else ORDERS)
-        bench.run([0] if options.tiny else options.latency)
+        if options.slow:
+            bench.run_slow()
+        else:
+            bench.run([0] if options.tiny else options.latency)
+    if options.slow and not options.json:
+        for line in bench.lines:
+            waits = f"p50 {1000 * line['wait_p50']:8.1f} ms, p99 {1000 * line['wait_p99']:8.1f} ms"
+            print(f"seed {line['seed']}  {line['way']:12} {waits}, {line['raced']} second requests")
+        return
     if options.json:
         print(json.dumps(bench.lines))
         return

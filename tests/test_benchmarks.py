@@ -24,6 +24,7 @@ COMMANDS = {
     "order": ("order.py", "--tiny"),
     "packing": ("packing.py", "--tiny", "--cache", "{folder}"),
     "reading": ("reading.py", "--tiny"),
+    "reading, mirror": ("reading.py", "--tiny", "--mirror"),
     "remote": ("remote.py", "--tiny"),
     "samplers": ("samplers.py", "--tiny"),
     "view": ("view.py", "--tiny"),
