@@ -180,11 +180,14 @@ NOTES: Mapping[str, str] = {
     "arguments_converted": "the template got arguments of tool calls in another form than the record has",
     "content_not_written": "the template leaves out the content of a message, or a part of it",
     "empty_answers": "an answer without a text is trained as its end-of-turn token alone",
+    "equal_pair": "chosen and rejected have the same tokens",
     "flags_of_training": "messages say themselves whether they are trained on",
+    "kept_field_missing": "a field of --keep is missing",
     "reasoning_dropped": "the template leaves out the reasoning of a message",
     "system_field": "the system text was taken from a field of its own",
     "system_prompt_not_read": "nothing reads the field `system_prompt`; name it with `names.fields` of a recipe",
     "tool_calls_not_written": "the template leaves out tool calls",
     "tools_not_written": "the template does not write the tools of the record",
+    "unanswered": "the last message is a question without an answer",
 }
 """Observation about stored records, which is counted -> its meaning."""

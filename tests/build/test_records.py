@@ -500,3 +500,9 @@ def test_the_steps_are_shown(tmp_path):
         "prepare",
     ]
     assert [progress.documents for progress in seen if progress.what == "read the records"][-1] == 60
+
+
+def test_records_without_a_kept_field_are_counted(tmp_path):
+    records = [{"text": "a", "id": 1}, {"text": "b"}, {"text": "c", "id": None}]
+    report = build(records, tmp_path / "store", options=tm.PrepareOptions(keep=("id", "url")))
+    assert report.notes == {"kept_field_missing": 3}

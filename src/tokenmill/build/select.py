@@ -100,6 +100,12 @@ class Documents:
             for each in kept
         ]
 
+    def num_without_kept(self, indices: Int64Array) -> int:
+        """Return the number of records that lack a field to keep."""
+        keep = self.opened.keep
+        records = (self.records[index] for index in indices.tolist()) if keep else ()
+        return sum(any(field_of(record, name) is None for name in keep) for record in records)
+
     def encode(self, indices: Int64Array | None) -> Records:
         """Encode documents by index, all for None."""
         if self.opened.encoder is not None:

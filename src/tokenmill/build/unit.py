@@ -215,6 +215,9 @@ def _append(
         )
     counts.truncated += records.truncated
     add_counts(counts.notes, records.notes)
+    num_missing = documents.num_without_kept(chosen[records.kept])
+    if num_missing:
+        add_counts(counts.notes, {"kept_field_missing": num_missing})
     return _refused(documents, chosen, records, counts)
 
 

@@ -16,7 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import Conversation
-from tokenmill.encode.chat.render import Rendered, flattened, render
+from tokenmill.encode.chat.render import Rendered, formats_of, render
 from tokenmill.encode.chat.template import CHATML, ChatTemplate, load_template
 from tokenmill.encode.chat.tokens import ChatEncoder
 
@@ -809,15 +809,36 @@ def test_an_empty_answer_in_the_midst_is_trained_on_as_its_end(name, empty):
     assert found.notes == ("empty_answers",)
 
 
+def formats(messages: object) -> list[object]:
+    return [given for given, _ in formats_of(messages)]
+
+
 def test_only_lists_of_texts_are_made_one_text():
-    assert flattened(FLAT) is None
-    assert flattened(IN_PARTS) == FLAT
-    assert flattened([{"role": "user", "content": ["a", {"text": "b"}]}]) == [{"role": "user", "content": "ab"}]
-    assert flattened([{"role": "user", "content": []}]) == [{"role": "user", "content": ""}]
-    assert flattened([{"role": "user", "content": [{"type": "text", "text": None}]}]) is None
-    assert flattened([{"role": "user", "content": [*parts("a"), {"type": "image", "text": "b"}]}]) is None
-    assert flattened(["x"]) is None
-    assert flattened("x") is None
+    assert formats(FLAT) == [FLAT]
+    assert formats(IN_PARTS) == [IN_PARTS, FLAT]
+    assert formats([{"role": "user", "content": ["a", {"text": "b"}]}])[1] == [{"role": "user", "content": "ab"}]
+    assert formats([{"role": "user", "content": []}])[1] == [{"role": "user", "content": ""}]
+    for content in ([{"type": "text", "text": None}], [*parts("a"), {"type": "image", "text": "b"}]):
+        assert len(formats([{"role": "user", "content": content}])) == 1
+    assert formats(["x"]) == [["x"]]
+    assert formats("x") == ["x"]
+
+
+def test_at_most_four_formats_are_tried():
+    mixed = [
+        {"role": "user", "content": parts("a")},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "arguments": {"a": 1}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": '{"a": 1}'}]},
+    ]
+    tried = formats(mixed)
+    assert len(tried) == 4
+    assert [[each["content"] for each in messages] for messages in tried] == [
+        [parts("a"), "", None, None],
+        ["a", "", "", ""],
+    ] * 2
+    kinds = [{type(each["tool_calls"][0]["arguments"]) for each in messages[2:]} for messages in tried]
+    assert kinds == [{dict}, {dict}, {str}, {str}]
 
 
 def test_the_template_chatml_has_no_tools_and_says_so(chatml):

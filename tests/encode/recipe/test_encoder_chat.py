@@ -492,3 +492,13 @@ def test_records_that_differ_in_the_system_text_are_two(chatml):
     plain, brief = {"messages": [USER, YES]}, {"system": "Be brief.", "messages": [USER, YES]}
     assert encoder.read(plain).content == "Is it?\nYes"
     assert encoder.read(brief).content == "Is it?\nYes\nBe brief."
+
+
+def test_a_pair_of_equal_answers_is_counted(chatml):
+    pairs = [{"prompt": [USER], "chosen": [YES], "rejected": [other]} for other in (YES, NO, YES)]
+    assert chatml("dpo").encode(pairs).notes == {"equal_pair": 2}
+
+
+def test_a_last_question_without_an_answer_is_counted(chatml):
+    done = chatml("chat").encode([{"messages": [USER, YES, USER]}, {"messages": [USER, YES]}])
+    assert (done.notes, done.noted) == ({"unanswered": 1}, {"unanswered": 0})

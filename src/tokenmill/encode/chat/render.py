@@ -62,11 +62,11 @@ def render(
     With `add_generation_prompt` it is a prompt, in which nothing is trained on. `kwargs` are names that the
     template reads, such as `enable_thinking`; `now`, a date in ISO form, is what templates get for today. Reasoning
     is given under each name that templates read. Contents in parts, tool calls without a text and their arguments
-    are given as they are or, if the template does not take that, in another form (`forms_of`).
+    are given as they are or, if the template does not take that, in another form (`formats_of`).
     """
     shown: list[Rendered] = []
     refused: list[Refusal] = []
-    for given, notes in forms_of(with_reasoning(messages)):
+    for given, notes in formats_of(with_reasoning(messages)):
         try:
             conversation = mark_conversation(given, tools, kwargs, train_on)
             renderer = Renderer(template=template, conversation=conversation)
@@ -118,16 +118,18 @@ def _rendered(
     omitted, num_omitted = _omissions(trace)
     flagged = {"flags_of_training"} if any(flag is not None for flag in says) else set()
     empty = {"empty_answers"} if any(not conversation.parts_of(index) for index in trained) else set()
+    last = len(conversation.roles) - 1
+    unanswered = ("unanswered",) if trained and last not in trained and conversation.roles[last] == "user" else ()
     return Rendered(
         text=trace.text,
         supervised=() if add_generation_prompt else find_ranges(renderer, trained),
         authored=tuple(trace.authored()),
-        notes=(*notes, *sorted(flagged | empty), *sorted(omitted)),
+        notes=(*notes, *sorted(flagged | empty), *sorted(omitted), *unanswered),
         num_omitted=num_omitted,
     )
 
 
-# Other forms of the same conversation.
+# Formats of the same conversation.
 
 _REASONING = frozenset(REASONING)
 
@@ -150,19 +152,21 @@ def _with_reasoning(message: Message) -> Message:
     return {"thinking": reasoning, **own, "reasoning_content": reasoning}
 
 
-def forms_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], tuple[str, ...]]]:
-    """Yield the forms in which templates may want messages, each with its notes; as they are given first.
+def formats_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], tuple[str, ...]]]:
+    """Yield at most four formats in which templates may want messages, each with its notes; the given one first.
 
-    Contents in parts may be one text; the arguments of tool calls may be a JSON object or its text; a content that
-    is null may be empty, and in messages with tool calls an empty content may be null.
+    Contents in parts may be one text, a content next to tool calls may be null or empty, and the arguments of tool
+    calls may be a JSON object or its text.
     """
-    converted = ((form, ("arguments_converted",)) for form in _converted(messages))
-    for form, notes in ((messages, ()), *converted):
-        for given in (form, *_without_text(form)):
-            yield given, notes
-            texts = flattened(given)
-            if texts is not None:
-                yield texts, notes
+    if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
+        yield messages, ()
+        return
+    for arguments, notes in _arguments_of(messages):
+        contents = _without_nulls(arguments)
+        yield contents, notes
+        other = _other_contents(contents)
+        if other != contents:
+            yield other, notes
 
 
 def _tool_calls(message: object) -> Sequence[Any]:
@@ -170,31 +174,49 @@ def _tool_calls(message: object) -> Sequence[Any]:
     return calls if isinstance(calls, list | tuple) else ()
 
 
-def _without_text(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return messages with null for an empty content next to tool calls, and messages with "" for any null."""
-    if not isinstance(messages, list | tuple) or not all(isinstance(message, Mapping) for message in messages):
-        return []
-    as_null = [
-        {**message, "content": None} if _tool_calls(message) and not message.get("content") else message
+def _without_nulls(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with "" for a null content. Next to tool calls all contents become null if one of them is."""
+    has_null = any(_tool_calls(message) and message.get("content") is None for message in messages)
+
+    def content(message: Message) -> object:
+        if _tool_calls(message):
+            return None if has_null and message["content"] == "" else message["content"]
+        return "" if message["content"] is None else message["content"]
+
+    return [{**message, "content": content(message)} if "content" in message else message for message in messages]
+
+
+def _other_contents(messages: Sequence[Message]) -> list[Message]:
+    """Return messages with every list of texts as one text, and null for "" next to tool calls or the reverse."""
+
+    def content(message: Message) -> object:
+        if _tool_calls(message) and not message.get("content"):
+            return "" if message.get("content") is None else None
+        return "".join(_texts(message)) if has_parts(message) else message.get("content")
+
+    return [
+        {**message, "content": content(message)} if "content" in message or _tool_calls(message) else message
         for message in messages
     ]
-    as_text = [{**message, "content": ""} if message.get("content") is None else message for message in messages]
-    return [form for form in (as_null, as_text) if form != list(messages)]
 
 
-def _converted(messages: Sequence[Message]) -> Iterator[list[Message]]:
-    """Yield messages with the arguments of all tool calls as objects, and as texts, where that changes them."""
-    if not isinstance(messages, list | tuple) or not any(map(_tool_calls, messages)):
-        return
-    for form in (_object_of, _text_of):
-        converted = [
+def _arguments_of(messages: Sequence[Message]) -> Iterator[tuple[Sequence[Message], tuple[str, ...]]]:
+    """Yield messages with the arguments of tool calls as given, and in the other form; mixed ones in both forms."""
+    forms = [
+        [
             {**message, "tool_calls": [_converted_call(call, form) for call in _tool_calls(message)]}
             if _tool_calls(message)
             else message
             for message in messages
         ]
-        if converted != list(messages):
-            yield converted
+        for form in (_object_of, _text_of)
+    ]
+    given = list(messages)
+    if given in forms or forms[0] == forms[1]:
+        yield messages, ()
+    for form in forms:
+        if form != given:
+            yield form, ("arguments_converted",)
 
 
 def _converted_call(call: object, form: Callable[[object], object]) -> object:
@@ -215,15 +237,6 @@ def _object_of(arguments: object) -> object:
 
 def _text_of(arguments: object) -> object:
     return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
-
-
-def flattened(messages: Sequence[Message]) -> list[Message] | None:
-    """Return messages in which every list of texts is one text; None where there is no such list."""
-    if not isinstance(messages, list | tuple) or not any(map(has_parts, messages)):
-        return None
-    return [
-        {**message, "content": "".join(_texts(message))} if has_parts(message) else message for message in messages
-    ]
 
 
 def has_parts(message: Message) -> bool:
@@ -508,7 +521,7 @@ _NAMES: Mapping[str, str] = {
 
 
 def _refuse_written_null(trace: Trace) -> None:
-    """Reject a form in which a template may write a null content as the text "None"; `forms_of` has another one."""
+    """Reject a format in which a template may write a null content as the text "None"."""
     has_null = any(message.get("content") is None for message in trace.conversation.given)
     if has_null and any("None" in trace.text[begin:end] for begin, end in trace.authored()):
         raise Refusal("template_error", "the template writes a null content as the text 'None'")

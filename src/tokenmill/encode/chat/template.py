@@ -64,7 +64,7 @@ CHATML = """\
 
 _BUILT_IN = {"chatml": CHATML}
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
-_RULES = 2
+_RULES = 3
 """Raised whenever texts or spans come out otherwise, so that two versions are never taken for the same."""
 NAME_ONE = "set chat_template=...: chatml, or the path of a .jinja file"
 """What to do about a tokenizer that has no template."""

@@ -333,8 +333,8 @@ class Renderer:
             return match.group() if match else ""
         # A template may write its header again between the reasoning and the text of a turn.
         header = _REASONING_AT_END.sub("", self.generation_prompt(0) or "")
-        again = (end + header for end in self._ends if header.strip() and tail.startswith(end + header))
-        return next(again, "")
+        again = next((end + header for end in self._ends if tail.startswith(end + header)), "")
+        return again if header.strip() and any(end in tail[len(again) :] for end in self._ends) else ""
 
     def _followed(self, index: int, after: int | None) -> tuple[Message, str | None]:
         """Return a message that may follow another, and what the template writes between the two."""

@@ -402,6 +402,8 @@ class RecordEncoder:
                     batch.refuse([owner], "prompt_too_long", detail)
             else:
                 items[name] = self._shortened(batch, items[name])
+        if self.recipe.kind == "dpo":
+            batch.notes["equal_pair"] = _equal_pairs(items["chosen"], items["rejected"])
         return self._records(batch, items)
 
     def _records(self, batch: _Batch, items: Mapping[str, Ragged]) -> Records:
@@ -641,6 +643,21 @@ class RecordEncoder:
             return
         for item in np.flatnonzero(ragged.lengths > most).tolist():
             yield int(ragged.owners[item]), f"{int(ragged.lengths[item])} tokens, max_seq_len is {most}"
+
+
+def _equal_pairs(chosen: Ragged, rejected: Ragged) -> set[int]:
+    """Return the records whose chosen and rejected items have the same tokens."""
+    both, first, second = np.intersect1d(chosen.owners, rejected.owners, return_indices=True)
+    alike = np.flatnonzero(chosen.lengths[first] == rejected.lengths[second])
+    pairs = [(first[at], second[at]) for at in alike.tolist()]
+    runs = [
+        (
+            chosen.ids[slice(*chosen.offsets[one : one + 2])],
+            rejected.ids[slice(*rejected.offsets[other : other + 2])],
+        )
+        for one, other in pairs
+    ]
+    return {int(both[at]) for at, run in zip(alike.tolist(), runs, strict=True) if np.array_equal(*run)}
 
 
 def _split(batch: _Batch, answers: Ragged) -> tuple[Ragged, Ragged]:
