@@ -8,10 +8,12 @@ turns with tokenmill, from messages to ids. It gives a mask only for templates w
 chatml.
 
 `--stock` uses every template of trl's wheel, slowest first, with the tokenizer of Llama 3.1 and the special
-tokens of all templates. `--mix` does the same with conversations whose shapes rarely repeat: 1 to 10 turns, half
-with a system text, half with tools that some turns call, a third with reasoning. A template gets the kinds that
-both sides accept. 320 conversations come before the clock starts, because tokenmill remembers the kinds of
-messages that it has seen, as in the first part of any dataset.
+tokens of all templates. It adds conversations with tools, whose calls have another number each; templates that
+either side rejects have no such line.
+
+`--mix` does the same with conversations of many shapes: 1 to 10 turns, half with a system text, half with tools
+that some turns call, a third with reasoning. A template gets the kinds that both sides accept. 320 conversations
+come before the clock starts, because tokenmill learns the turns of a template from the first of each kind.
 """
 
 from __future__ import annotations
@@ -113,6 +115,42 @@ def mixed_talk(chosen: random.Random, name: str) -> Conversation:
             messages.append({"role": "tool", "name": "weather", "tool_call_id": call["id"], "content": text(10)})
         messages.append({"role": "assistant", "content": text(40), **thought})
     return Conversation(messages=messages, tools=[TOOL] if has_tools else None)
+
+
+def calling(turn: int, messages: int) -> list[Conversation]:
+    """Return conversations of a question, a tool call with a number of its own, a result and an answer."""
+    talks = []
+    for number, (question, answer) in enumerate(conversations(turn, 2, messages)):
+        function = {"name": "weather", "arguments": {"town": "Mill", "days": turn * messages + number}}
+        call = {"id": f"call{number:05}", "type": "function", "function": function}
+        result = {"role": "tool", "name": "weather", "tool_call_id": call["id"], "content": "It rains."}
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        talks.append(Conversation(messages=[question, asked, result, answer], tools=[TOOL]))
+    return talks
+
+
+def compare_calling(name: str, spec: str, path: Path, tokenizer: Tokenizer, other: object | None) -> list[dict]:
+    """Compare conversations with tools; an empty list for a template that either side rejects."""
+    template = load_template(spec, tokenizer=str(path))
+    encoder = ChatEncoder(template=template, tokenizer=tokenizer, kwargs={"now": "2025-01-31"})
+    first = calling(TURNS, 32)
+    if other is None or encoder.encode(first).refused or not taken_by(other, template.source, first[0]):
+        return []
+    mine, ratios = [], []
+    for turn in range(TURNS):
+        talks = calling(turn, 64)
+        mine.append(len(talks) / seconds(lambda talks=talks: encoder.encode(talks)))
+        rate = len(talks) / seconds(lambda talks=talks: [taken_by(other, template.source, talk) for talk in talks])
+        ratios.append(mine[-1] / rate)
+    return [
+        {
+            "template": name,
+            "messages": "tools",
+            "conversations_per_cpu_s": round(statistics.median(mine)),
+            "us_a_message": round(1e6 / statistics.median(mine) / 4),
+            "times_transformers": round(statistics.median(ratios), 2),
+        }
+    ]
 
 
 def shaped(talks: list[list[dict]], in_parts: bool) -> list[list[dict]]:
@@ -259,7 +297,10 @@ def compare_all(templates: dict[str, Path], path: Path, mix: bool) -> list[dict]
         assert other is not None, "pip install transformers"
         mixes = [compare_mixed(name, str(spec), path, tokenizer, other) for name, spec in templates.items()]
         return sorted(mixes, key=lambda line: line["times_transformers"])
-    lines = [compare(name, str(spec), path, tokenizer, other, LENGTHS[1:3], 64) for name, spec in templates.items()]
+    lines = []
+    for name, spec in templates.items():
+        lines.append(compare(name, str(spec), path, tokenizer, other, LENGTHS[1:3], 64))
+        lines.append(compare_calling(name, str(spec), path, tokenizer, other))
     return sorted((line for each in lines for line in each), key=lambda line: line.get("times_transformers", 0))
 
 

@@ -304,7 +304,7 @@ def test_a_text_that_spells_bos_twice_is_a_bad_record(tmp_path, recipe):
     texts = ["one", "see <|bos|><|bos|> here", "two", "a <|bos|> b", "<|bos|>c", "three"]
     records = [{"text": text} if recipe == "text" else {"prompt": text, "response": "r"} for text in texts]
     options = {"control_strings": "encode", "add_bos": True}
-    rule = r"in\.jsonl:2: control strings in a text must not make BOS twice in a row, got two; leave BOS out"
+    rule = r"in\.jsonl:2: special tokens in a text must not make BOS twice in a row, got two; leave BOS out"
     with pytest.raises(DocumentError, match=rule):
         build(records, tmp_path, recipe=recipe, **options)
     store = open_store(build(records, tmp_path, recipe=recipe, on_error="skip", **options))

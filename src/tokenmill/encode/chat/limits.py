@@ -1,4 +1,4 @@
-"""Limits of time and memory for chat templates. They hold in worker processes only.
+"""Limits of time and memory for chat templates, which hold in worker processes only.
 
 A template is a program from a file, and can loop forever or fill the memory. Python cannot stop a program in the
 middle of an operation, but the operating system can. So the templates of a build run in worker processes, which are
