@@ -120,7 +120,7 @@ def test_steps_beside_tokens_must_be_the_same():
     [
         (
             {"from": 2, "to": 8},
-            "expected a number, or have from, to, step, and over_tokens or over_steps, got",
+            "expected a number, or from, to, step, and over_tokens or over_steps, got",
         ),
         (
             {"from": 2, "to": 2, "over_steps": 5},

@@ -110,8 +110,8 @@ def read_batch(where: str, value: BatchSize) -> int | BatchRamp:
     missing = next((key for key in ("from", "to") if key not in value), None if over else "over_tokens")
     if missing is not None or len(over) > 1:
         raise ConfigError(
-            f"{where}: global_batch_size must be a number, or have from, to, step, and over_tokens or over_steps, "
-            f'got {", ".join(value) or "neither"}; for example {{ from = 256, to = 2048, over_tokens = "100B", '
+            f"{where}: global_batch_size: expected a number, or from, to, step, and over_tokens or over_steps, "
+            f'got {sorted(value)}; for example {{ from = 256, to = 2048, over_tokens = "100B", '
             "step = 256 }"
         )
     numbers = {key: value.get(key, value["from"]) for key in ("from", "to", "step")}
