@@ -1,17 +1,20 @@
 """Cost of a first start: CPU-seconds from the start of Python to the first batch of a packed run.
 
-    python benchmarks/start.py [--packing best_fit] [--tiny] [--json]
+    python benchmarks/start.py [--packing best_fit] [--package src/tokenmill] [--rounds 5] [--tiny] [--json]
 
-Every round starts two processes with a new cache folder: a cold one, where nothing is compiled, and a warm one,
-which loads the kernels from the folder. CPU-seconds are the user and system time of the whole process, with
-imports. The output also lists the kernels that were compiled, and the seconds of each.
+Each round uses a new copy of the package that holds bytecode, but no compiled kernels, and starts two processes: a
+cold one, which compiles the kernels, and a warm one, which loads them. CPU-seconds are the user and system time of
+the whole process, with imports. The output also lists the kernels that were compiled, and the seconds of each.
+`--package` measures another tree, such as an older commit.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -20,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
+import tokenmill
 from tokenmill.store import StoreSpec, StoreWriter
 from tokenmill.types import PACKINGS
 
@@ -70,22 +74,31 @@ def make_run(folder: Path, packing: str) -> Path:
     return run
 
 
-def fresh(run: Path, cache: Path) -> dict:
-    """Draw the first batch in a fresh process that keeps compiled kernels in the folder `cache`."""
-    environment = {**os.environ, "NUMBA_CACHE_DIR": str(cache)}
+def copy_package(package: Path, folder: Path) -> Path:
+    """Copy the package without compiled kernels; return the folder to import it from."""
+    shutil.copytree(package, folder / "tokenmill", ignore=shutil.ignore_patterns("kernels-*", "*.nbi", "*.nbc"))
+    compileall.compile_dir(folder, quiet=2)
+    return folder
+
+
+def fresh(run: Path, path: Path, temporary: Path) -> dict:
+    """Draw the first batch in a fresh process that imports the package from the folder `path`."""
+    environment = {**os.environ, "PYTHONPATH": str(path), "TMPDIR": str(temporary), "NUMBA_CACHE_DIR": ""}
     command = [sys.executable, "-c", FIRST_BATCH, str(run)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout)
 
 
-def measure(packing: str, rounds: int) -> dict:
+def measure(package: Path, packing: str, rounds: int) -> dict:
     with tempfile.TemporaryDirectory(prefix="tokenmill-start-") as name:
         folder = Path(name)
         run = make_run(folder, packing)
         cold, warm = [], []
         for number in range(rounds):
-            cold.append(fresh(run, folder / f"cache-{number}"))
-            warm.append(fresh(run, folder / f"cache-{number}"))
+            path = copy_package(package, folder / f"package-{number}")
+            cold.append(fresh(run, path, folder))
+            warm.append(fresh(run, path, folder))
+            shutil.rmtree(path)
     seconds: dict[str, list[list[float]]] = {}
     for number, start in enumerate(cold):
         for kernel, own in start["kernels"]:
@@ -111,10 +124,12 @@ def measure(packing: str, rounds: int) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packing", choices=PACKINGS, default="best_fit")
+    parser.add_argument("--package", type=Path, default=Path(tokenmill.__file__).parent)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--tiny", action="store_true", help="one round, to see that it runs")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    result = measure(options.packing, 1 if options.tiny else ROUNDS)
+    result = measure(options.package, options.packing, 1 if options.tiny else options.rounds)
     if options.json:
         print(json.dumps(result, indent=2))
         return

@@ -54,9 +54,7 @@ SHOWN = {"", "text", "json", "toml", "yaml", "diff", "mermaid"}
 """Languages of blocks that show something and have nothing to run."""
 COMMANDS = {"tokenmill", "make", "python", "torchrun", "cat", "ls"}
 """Commands that are run; of `make`, only the target is checked."""
-NOTICES = re.compile(
-    r"^.*(?:compiling kernels for this CPU|waiting for another process that compiles).*\n", re.MULTILINE
-)
+NOTICES = re.compile(r"^.*compiling kernels for this CPU.*\n", re.MULTILINE)
 """Lines on stderr that only the first start on a machine prints; they are no part of shown output."""
 
 

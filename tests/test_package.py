@@ -81,4 +81,4 @@ def test_the_demo_of_the_wheel_runs_without_a_home_in_a_folder_that_cannot_be_wr
     assert len(re.findall(r"\bholds\b", done.stdout)) == 3
     assert (elsewhere / "demo" / "run.toml").is_file()
     assert list(packages.rglob("*.nbi")) == []
-    assert list((tmp_path / "tmp").glob("tokenmill-kernels-*/*.nbi"))
+    assert list((tmp_path / "tmp").glob("tokenmill-kernels-*/**/*.nbi"))

@@ -21,9 +21,7 @@ from typing import Any
 
 Notebook = dict[str, Any]
 _SHELL = re.compile(r"^!(.*)$", re.MULTILINE)
-NOTICES = re.compile(
-    r"^.*(?:compiling kernels for this CPU|waiting for another process that compiles).*\n", re.MULTILINE
-)
+NOTICES = re.compile(r"^.*compiling kernels for this CPU.*\n", re.MULTILINE)
 """Lines that only the first start on a machine prints."""
 
 
