@@ -41,39 +41,18 @@ ARRAYS = (
     "num_loss_tokens",
 )
 """What a batch can deliver."""
-WHOLE_BATCH_ARRAYS = ("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen", "num_loss_tokens")
-"""Arrays that describe the whole batch and have no line for each row."""
 POSITIONS = ("document", "row")
 """Where position_ids can start from 0."""
-PAD_TO = ("row", "batch")
-"""How far rows can be padded."""
 PACKINGS = ("concat", "best_fit", "bos_best_fit", "padded")
 """How documents can become rows."""
 WHOLE_PACKINGS = ("padded", "best_fit")
 """Packings that keep a document whole where it fits a row; `on_long` decides about longer ones."""
-ON_LONG = ("split", "truncate_end", "truncate_start", "drop", "stop")
-"""What can become of a document longer than a row."""
-OLD_ON_LONG = {
-    "allow": ("split", "stop"),
-    "cut": ("split", "truncate_end"),
-    "allow cut": ("split", "truncate_end"),
-}
-"""Old words of `on_long` -> the new word under best_fit, and where a row holds one record. `cut` of a stage takes
-over which end [run] truncates, `allow cut` does not."""
-SHUFFLES = ("full", "window", "none")
-"""Orders in which rows can be read."""
 CROPS = ("return", "discard")
 """What can become of the rest of a cropped document."""
 ON_CHANGE = ("unseen", "restart")
 """What a stage can do with a source whose rows are not those of the stage before."""
 ON_ERROR = ("stop", "skip")
 """What can be done about an input record that cannot be used."""
-ON_EXHAUSTED = ("repeat", "stop", "error")
-"""What can happen when a source has no more rows."""
-RAMPS = ("linear", "cosine")
-"""How weights can change within a stage."""
-WEIGHINGS = ("rows", "tokens")
-"""What weights can be shares of."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,10 +88,6 @@ class RemoteOptions:
             )
         if self.limit_bytes and self.mirror is None:
             raise ConfigError("remote: limit_bytes needs a mirror; set `mirror` to a folder")
-
-
-State: TypeAlias = "Mapping[str, int | str]"
-"""Where a run stands: small, the same on every rank, JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

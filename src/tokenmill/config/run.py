@@ -23,6 +23,7 @@ import tomli_w
 from tokenmill.config.evals import EvalConfig
 from tokenmill.config.schedule import (
     MAIN_STAGE,
+    SHUFFLES,
     BatchSize,
     QuarantineConfig,
     ResolvedStage,
@@ -60,15 +61,18 @@ from tokenmill.tables import (
 from tokenmill.types import (
     ARRAYS,
     ON_ERROR,
-    ON_EXHAUSTED,
-    PAD_TO,
     POSITIONS,
-    SHUFFLES,
-    WHOLE_BATCH_ARRAYS,
     WHOLE_PACKINGS,
     Int64Array,
     RemoteOptions,
 )
+
+WHOLE_BATCH_ARRAYS = ("cu_seqlens", "cu_seqlens_unpadded", "max_seqlen", "num_loss_tokens")
+"""Arrays that describe the whole batch and have no line for each row."""
+PAD_TO = ("row", "batch")
+"""How far rows can be padded."""
+ON_EXHAUSTED = ("repeat", "stop", "error")
+"""What can happen when a source has no more rows."""
 
 MAX_HORIZON = 64
 DEFAULT_ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")

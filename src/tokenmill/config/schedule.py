@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
-from tokenmill.config.spelling import takes_old_keys
+from tokenmill.config.spelling import OLD_ON_LONG, takes_old_keys
 from tokenmill.errors import ConfigError
 from tokenmill.tables import (
     MAX_LIST_BYTES,
@@ -33,13 +33,8 @@ from tokenmill.tables import (
 )
 from tokenmill.types import (
     CROPS,
-    OLD_ON_LONG,
     ON_CHANGE,
-    ON_LONG,
     PACKINGS,
-    RAMPS,
-    SHUFFLES,
-    WEIGHINGS,
     WHOLE_PACKINGS,
     Int64Array,
 )
@@ -47,6 +42,14 @@ from tokenmill.types import (
 if TYPE_CHECKING:
     from tokenmill.config.run import Config, RunConfig
 
+ON_LONG = ("split", "truncate_end", "truncate_start", "drop", "stop")
+"""What can become of a document longer than a row."""
+SHUFFLES = ("full", "window", "none")
+"""Orders in which rows can be read."""
+RAMPS = ("linear", "cosine")
+"""How weights can change within a stage."""
+WEIGHINGS = ("rows", "tokens")
+"""What weights can be shares of."""
 Tokens: TypeAlias = int | str
 """A number of tokens: 2000000, "2M", "1.5B", "800B", "2T"."""
 BatchSize: TypeAlias = int | Mapping[str, int | str]

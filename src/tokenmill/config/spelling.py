@@ -14,13 +14,19 @@ from typing import Any, NamedTuple, TypeVar
 
 from tokenmill.errors import ConfigError
 from tokenmill.tables import check_choice
-from tokenmill.types import OLD_ON_LONG
 
 T = TypeVar("T")
 Table = Mapping[str, Any]
 logger = logging.getLogger("tokenmill.config.spelling")
 _SPLITS = ("allow", "forbid", "truncate_start", "truncate_end")
 _USUAL_PACKING = "best_fit"
+OLD_ON_LONG = {
+    "allow": ("split", "stop"),
+    "cut": ("split", "truncate_end"),
+    "allow cut": ("split", "truncate_end"),
+}
+"""Old word of `on_long` -> the new word under best_fit, and where a row holds one record. `cut` of a stage uses
+the end that [run] truncates, `allow cut` does not."""
 
 
 class _Rows(NamedTuple):
