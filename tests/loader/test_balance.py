@@ -186,7 +186,7 @@ def test_live_text_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("balance", "message"),
     [
-        ("attenton", r"run.balance: must be .*, got 'attenton'; did you mean 'attention'\?"),
+        ("attenton", r"run.balance: expected .*, got 'attenton'; did you mean 'attention'\?"),
         ({"linear": 1, "quadratc": 2}, "unknown key: 'quadratc'; did you mean 'quadratic'"),
         ({"linear": 1}, "and a quadratic one above, got {'linear': 1}; for example balance = \"attention\""),
         ({"linear": -1, "quadratic": 1}, "costs of at least 0"),

@@ -134,7 +134,7 @@ class StoredRows(_PlanRows):
         outside = documents[(documents < 0) | (documents >= size)]
         if outside.size:
             raise PlanError(
-                f"{self.store.path}: a document must lie within 0:{size}, got {int(outside[0])}; count from 0"
+                f"{self.store.path}: document out of range: {int(outside[0])}; count from 0 to {size - 1}"
             )
 
     def check_rows(self, rows: Int64Array) -> None:
