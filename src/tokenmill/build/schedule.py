@@ -32,7 +32,7 @@ STALL_SECONDS = 60.0
 
 
 def num_workers_of(workers: int | None, executor: Executor | None) -> int:
-    """Return how many processes to use, by default one a core; refuse what is no executor."""
+    """Return the number of processes to use, by default one per core; raise for an executor without `submit`."""
     if executor is not None and not callable(getattr(executor, "submit", None)):
         raise ConfigError(
             f"executor: must have submit(function, *args), as concurrent.futures has it, got {executor!r}; "
@@ -129,11 +129,15 @@ def run_tasks(
 
     Raise the error of the first task, in order, that failed.
     """
-    todo = [index for index in indices if not is_done(journal, tasks.task(index))]
-    left = {tasks.task(index).key for index in todo}
-    sizes = (tasks.task(index) for index in indices)
-    total = sum(task.unit.bytes for task in sizes if task.kind != "digest")
-    done = (0, 0, 0)
+    todo: list[int] = []
+    left: set[str] = set()
+    total, done = 0, (0, 0, 0)
+    for index in indices:
+        task = tasks.task(index)
+        total += 0 if task.kind == "digest" else task.unit.bytes
+        if not is_done(journal, task):
+            todo.append(index)
+            left.add(task.key)
     what: Step = "look for duplicates" if tasks.head.phase == "hash" else "prepare"
     is_new = set(todo)
     with (
