@@ -111,7 +111,7 @@ def test_records_within_records_are_read_and_written_back():
             "store.size: expected a whole number that is at least 1 and at most 9, got True; change its type",
         ),
         ({"share": 1}, "store.share: expected a number that is at least 0 and below 1, got 1; change it"),
-        ({"column": "a.b"}, "store.column: must be the name of a field, got 'a.b'; change it"),
+        ({"column": "a.b"}, "store.column: expected the name of a field, got 'a.b'; change it"),
         ({"names": []}, "store.names: expected a list of strings, 1 or more, got []; change it"),
         ({"seed": 1.5}, "store.seed: expected a whole number or a string, got 1.5; change its type"),
         ({"options": {1: 2}}, "store.options: expected a table, got {1: 2}; change its type"),
@@ -148,7 +148,7 @@ def test_a_list_of_tables_may_be_left_out():
     assert read_list(Shard, {"shards": [{"name": "a"}]}, "shards") == (Shard(name="a"),)
     with pytest.raises(ConfigError, match=r"^shards: expected a list of tables, got dict; write \[\[shards\]\]$"):
         read_list(Shard, {"shards": {}}, "shards")
-    with pytest.raises(ConfigError, match=r"^shards\[1\]: name must be given"):
+    with pytest.raises(ConfigError, match=r"^shards\[1\]: missing key: name"):
         read_list(Shard, {"shards": [{"name": "a"}, {}]}, "shards")
 
 

@@ -185,12 +185,12 @@ def test_stages_that_make_no_sense_are_refused(run_of, stage, message):
         ),
         (
             {},
-            "source 'x': must have a store, or documents and a tokenizer, got neither; "
+            "source 'x': expected a store, or documents with a tokenizer, but neither is set; "
             'for example store = "stores/web"',
         ),
         (
             {"store": "x", "documents": ["y"], "tokenizer": "bytes"},
-            "source 'x': must have a store, or documents and a tokenizer, got both; "
+            "source 'x': expected a store, or documents with a tokenizer, but both are set; "
             'for example store = "stores/web"',
         ),
         (

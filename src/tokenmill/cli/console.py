@@ -159,7 +159,8 @@ _FLAG_NAMES = {"add_bos": "bos", "add_eos": "eos", "engine": "tokenizer_engine"}
 def in_flags(message: str, *commands: TyperCommand) -> str:
     """Return a message whose arguments of Python are flags, where the first of some commands that has them has one.
 
-    A value that is left open (`text_field=...`) is left out.
+    A value that is left open (`text_field=...`) is left out. A message that begins with the name of an option, such
+    as `on_error: expected ...`, begins with its flag.
     """
 
     def flag(match: re.Match[str]) -> str:
@@ -174,6 +175,14 @@ def in_flags(message: str, *commands: TyperCommand) -> str:
                 return " ".join((option.opts[0], *([value] if value not in ("", "True") else ())))
         return match.group()
 
+    name, colon, rest = message.partition(": expected ")
+    long = f"--{name.replace('_', '-')}"
+    if (
+        colon
+        and name not in _FLAG_NAMES
+        and any(long in param.opts for each in commands[:1] for param in each.params)
+    ):
+        message = f"{long}{colon}{rest}"
     return _ARGUMENT.sub(flag, message)
 
 

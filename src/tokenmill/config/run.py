@@ -278,9 +278,9 @@ class SourceConfig:
                 f"{self.max_epochs:g}; leave one of the two out"
             )
         if (not self.store) == (not self.documents):
-            got = "both" if self.documents else "neither"
+            got = "both are" if self.documents else "neither is"
             raise ConfigError(
-                f"{where}: must have a store, or documents and a tokenizer, got {got}; "
+                f"{where}: expected a store, or documents with a tokenizer, but {got} set; "
                 'for example store = "stores/web"'
             )
         if self.live:
