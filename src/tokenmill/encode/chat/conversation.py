@@ -1,4 +1,4 @@
-"""A conversation: its strings marked by where they stood, its renders, and where a message stands in them."""
+"""A conversation whose strings are numbered, and renders of it in which each character has its number."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ROLES = (
     *("system", "developer", "user", "assistant", "tool", "function"),
     *("ipython", "observation", "model", "chatbot"),
 )
-"""Roles that chat templates know. They write the role into their control strings, so it is no free text."""
+"""Roles that chat templates know. They write the role into special tokens, so it is not free text."""
 SETTING = -1
-"""In place of the message, for characters of the tools or options."""
+"""Owner of characters that come from `tools` or `options` instead of a message."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Fields for what the assistant thinks before it answers; they mean the same, and a template reads one of them."""
+"""Fields for the reasoning of the assistant. They mean the same, and a template reads one of them."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 _PARTS: Mapping[str, tuple[str, ...]] = {
     "text": ("content",),
@@ -37,39 +37,39 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
     "tool calls": ("tool_calls",),
 }
 LABELS = frozenset(("name", "id", "type", "tool_call_id"))
-"""Fields that templates may write again elsewhere."""
+"""Fields that templates may write again in another place."""
 MAX_DEPTH = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
-    """The messages of a record, and what else its template is given."""
+    """The messages of a record, and the other arguments of its template."""
 
     messages: Sequence[Message]
     tools: Sequence[Any] | None = None
     options: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
-    """Names that the template reads; they overrule those of the encoder."""
+    """Names that the template reads; they override those of the encoder."""
 
 
 @dataclass(kw_only=True, slots=True)
 class MarkedConversation:
-    """The strings of one conversation, numbered from 1 through all of their characters."""
+    """The strings of one conversation, whose characters are numbered from 1."""
 
     given: Sequence[Message]
-    """The messages before their strings were marked."""
+    """Messages before their strings were marked."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     tools: list[Any] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     roles: list[str] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """First mark of each string."""
+    """Number of the first character of each string."""
     owners: list[int] = field(default_factory=list)
     """Message that each string belongs to, or `SETTING`."""
     labels: list[bool] = field(default_factory=list)
-    """Whether a string is a name or id, which templates may write again elsewhere, as for a tool's answer."""
+    """Whether a string is a name or id, which templates may write again, for example with a tool result."""
     fields: list[str] = field(default_factory=list)
-    """Field of the message that each string stands in, or `tools` or `options`; empty for white space, and for the
-    names of the fields."""
+    """Field of the message that contains each string, or `tools` or `options`; empty for white space and for field
+    names."""
     objects: set[int] = field(default_factory=set)
     """Strings that are the arguments of a tool call as JSON."""
     call_ends: list[int] = field(default_factory=list)
@@ -77,7 +77,7 @@ class MarkedConversation:
     size: int = 1
 
     def string_of(self, mark: int) -> int:
-        """Return which string a mark belongs to."""
+        """Return the index of the string that contains a character."""
         return bisect_right(self.starts, mark) - 1
 
     def call_of(self, string: int) -> int:
@@ -85,7 +85,7 @@ class MarkedConversation:
         return bisect_right(self.call_ends, string)
 
     def end_of(self, string: int) -> int:
-        """Return one more than the last mark of a string."""
+        """Return one more than the number of the last character of a string."""
         return self.starts[string + 1] if string + 1 < len(self.starts) else self.size
 
     def size_of(self, string: int) -> int:
@@ -93,7 +93,7 @@ class MarkedConversation:
         return self.end_of(string) - self.starts[string]
 
     def parts_of(self, message: int) -> tuple[str, ...]:
-        """Return what a message has beside white space: some of text, reasoning, tool calls."""
+        """Return the parts of a message that are not white space: text, reasoning, tool calls."""
         fields = self.given[message]
         return tuple(name for name, keys in _PARTS.items() if any(_has_text(fields.get(key)) for key in keys))
 
@@ -106,7 +106,7 @@ class MarkedConversation:
         return f"{_numbered(self.given, owner)} ({role})"
 
     def add_message(self, message: Message) -> None:
-        """Mark the strings of the next message; one that holds anything but text is refused."""
+        """Mark the strings of the next message; one with media is rejected."""
         index = len(self.messages)
         content = message.get("content")
         for part in content if isinstance(content, list | tuple) else ():
@@ -165,7 +165,7 @@ def mark_conversation(
     options: Mapping[str, Any],
     trained_roles: Sequence[str],
 ) -> MarkedConversation:
-    """Check a conversation and mark its strings; what is not text is refused."""
+    """Check a conversation and mark its strings; values that are not text are rejected."""
     if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages:
         raise Refusal("no_messages", shortened(messages))
     conversation = MarkedConversation(given=messages)
@@ -188,7 +188,7 @@ def _numbered(messages: Sequence[object], index: int) -> str:
 
 
 def shortened(value: object) -> str:
-    """Show a value for people."""
+    """Return a short text of a value for messages."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -209,17 +209,17 @@ Range: TypeAlias = tuple[int, int]
 
 
 class Fragment(NamedTuple):
-    """Adjacent characters of a render that are adjacent in one string of the conversation too."""
+    """Adjacent characters of a render that are also adjacent in one string of the conversation."""
 
     begin: int
     end: int
     origin: int
     """The first character's number in the conversation."""
     step: int
-    """1 where each character has the next number; 0 where all have the same, as those that escape one character."""
+    """1 if each character has the next number; 0 if all have the same one, as in the escape of a character."""
     string: int
     owner: int
-    """Which message, or `SETTING`."""
+    """Index of the message, or `SETTING`."""
 
     @property
     def last_origin(self) -> int:
@@ -228,26 +228,26 @@ class Fragment(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What asks for a message, as shown by a render that stops before it."""
+    """The header of a message, from a render that stops before it."""
 
     after: int | None
-    """Number of the character that it follows; None if nothing of the conversation stands before it."""
+    """Number of the character before it; None if nothing of the conversation is before it."""
     text: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
-    """A render; the template wrote what is in no fragment."""
+    """A render; the template wrote the text between fragments."""
 
     conversation: MarkedConversation
     text: str
     fragments: list[Fragment]
     """In the order of the text."""
     begins: list[int]
-    """Of each fragment."""
+    """First character of each fragment."""
     of_message: Mapping[int, list[Fragment]]
     generation: list[Range]
-    """What generation blocks wrote; ranges do not touch."""
+    """Text of generation blocks; ranges do not touch."""
 
     def before(self, at: int) -> list[Fragment]:
         """Return the fragments that begin before a character."""
@@ -262,17 +262,17 @@ class Trace:
         return self.fragments[first : bisect_left(self.begins, end)]
 
     def authored(self) -> list[Range]:
-        """Return what the template wrote."""
+        """Return the ranges that the template wrote."""
         edges = [0, *(edge for each in self.fragments for edge in (each.begin, each.end)), len(self.text)]
         return [(begin, end) for begin, end in zip(edges[::2], edges[1::2], strict=True) if begin < end]
 
     def origin_at(self, at: int) -> int | None:
-        """Return the number of a character of the text; None where the template wrote it."""
+        """Return the number of a character of the text; None if the template wrote it."""
         fragments = self.within(at, at + 1)
         return fragments[0].origin + (at - fragments[0].begin) * fragments[0].step if fragments else None
 
     def is_repeated(self, fragment: Fragment) -> bool:
-        """Say whether the last character of a fragment stands elsewhere too, so that it marks no place."""
+        """Return whether the last character of a fragment is in another fragment too, so that it marks no place."""
         origin = fragment.last_origin
         others = [
             each
@@ -282,11 +282,11 @@ class Trace:
         return not self.conversation.labels[fragment.string] and any(each.step for each in others)
 
     def shown(self, begin: int) -> str:
-        """Show people the text from a character on."""
+        """Return a short text from a character on, for messages."""
         return repr(self.text[begin : begin + 24])
 
     def own_range(self, index: int) -> Range | None:
-        """Return where a message begins and ends; None if it is not written. A repeated name does not count."""
+        """Return the range of a message; None if it is not written. A repeated name does not count."""
         conversation = self.conversation
         by_string: dict[int, list[Range]] = {}
         last_origins: dict[int, int] = {}
@@ -310,8 +310,8 @@ class Trace:
         at = bisect_left(self.begins, first)
         return min(self.fragments[at - 1].end, first) if at else 0
 
-    def goes_on(self, index: int, after: int) -> bool:
-        """Say whether this message and the next make one turn: both of the assistant, with nothing between them."""
+    def continues_turn(self, index: int, after: int) -> bool:
+        """Return whether this message and the next one are one turn of the assistant, with nothing between them."""
         pair = self.conversation.roles[index : index + 2]
         following = self.within(after, after + 1)
         return pair == ["assistant"] * 2 and any(
@@ -319,7 +319,7 @@ class Trace:
         )
 
     def header_ends(self, header: Header, before: int) -> list[int]:
-        """Return all places where a header ends, up to a character."""
+        """Return the ends of a header in the text, up to a character."""
         begins = [0]
         if header.after is not None:
             conversation = self.conversation
@@ -339,13 +339,13 @@ class Trace:
         return [end for end in ends if end <= before and not self.within(end - len(header.text), end)]
 
     def closing_of(self, tails: tuple[str, ...], after: int) -> str | None:
-        """Return which of some tails stands at `after`, without white space at its end; None if none does."""
+        """Return the tail that is at `after`, without white space at its end; None if no tail is there."""
         fitting = [tail for tail in tails if self.text.startswith(tail, after)]
         return min((tail for tail in fitting if tail.strip()), key=len, default="").rstrip() if fitting else None
 
 
 def bare(value: Any) -> Any:  # noqa: ANN401 - any JSON value
-    """Return a value with plain strings in place of tracked ones."""
+    """Return a value with plain strings instead of tracked ones."""
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""A conversation as one text, with what is trained on and who wrote each part.
+"""A conversation as one text, with its trained ranges and the ranges that the template wrote.
 
-What the assistant has to produce is found by `{% generation %}` blocks, or by comparing renders, and then proven:
-no character of another message is trained on, and none of a trained one is left out.
+Trained ranges come from `{% generation %}` blocks, or from the turns of messages. Then every character is checked:
+no character of another message is trained, and no character of a trained message is left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tokenmill.encode.chat.conversation import (
 )
 from tokenmill.encode.chat.template import ChatTemplate
 from tokenmill.encode.chat.tracked import runs_of
-from tokenmill.encode.chat.turns import Renderer, refuse_missing, turn_range
+from tokenmill.encode.chat.turns import Renderer, reject_missing, turn_range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,15 +36,14 @@ class Rendered:
 
     text: str
     supervised: tuple[Range, ...]
-    """What is trained on."""
+    """Trained ranges."""
     authored: tuple[Range, ...]
-    """What the template wrote: control strings are control tokens there, and ordinary text elsewhere."""
+    """Text of the template: special tokens are single ids there, and ordinary text in all other places."""
     notes: tuple[str, ...] = ()
-    """Names of `reasons.NOTES`: what the conversation has and the text lacks, such as tools or reasoning; that some
-    messages say whether they are trained on; and that messages are trained on that have nothing to say."""
+    """Names of `reasons.NOTES`: parts of the conversation that the text lacks, flags of training, empty answers."""
     num_omitted: int = 0
-    """Number of characters of contents that are not in the text, plus the number of tool calls that are not written
-    as a whole, or whose arguments are an object that is written as a text in quotes."""
+    """Number of content characters and tool calls that are not in the text. A call also counts if a part of it is
+    missing, or if its arguments are an object that is written as a text in quotes."""
 
 
 def render(
@@ -57,12 +56,12 @@ def render(
     train_on: Sequence[str] = ("assistant",),
     last_only: bool = False,
 ) -> Rendered:
-    """Render a conversation; one that cannot be rendered or proven raises `Refusal`, which is a `DocumentError`.
+    """Render a conversation; one that cannot be rendered or verified raises `Refusal`, which is a `DocumentError`.
 
-    With `add_generation_prompt` it is a prompt, in which nothing is trained on. `kwargs` are names that the
-    template reads, such as `enable_thinking`; `now`, a date in ISO form, is what templates get for today. Reasoning
-    is given under each name that templates read. Contents in parts, tool calls without a text and their arguments
-    are given as they are or, if the template does not take that, in another form (`formats_of`).
+    With `add_generation_prompt` it is a prompt, in which nothing is trained. `kwargs` are names that the template
+    reads, such as `enable_thinking`. `now`, a date in ISO form, is the date of today for the template. Reasoning is
+    passed under each name that templates read. Contents and arguments of tool calls are passed as they are, or in
+    another format if the template does not accept that (`formats_of`).
     """
     shown: list[Rendered] = []
     refused: list[Refusal] = []
@@ -80,14 +79,14 @@ def render(
             return rendered
         shown.append(rendered)
     if not shown:
-        # What is wrong shows best in a form that the template writes, and least in one that it fails on.
+        # A format that the template writes explains the cause best, and one that it fails on explains least.
         raise min(refused, key=lambda error: _FAILS.get(error.reason, 0))
-    # A template may leave out a message in every form; the right form is that in which it leaves out least.
+    # A template may leave out a message in every format. The best format is the one that loses least.
     return min(shown, key=lambda rendered: rendered.num_omitted)
 
 
 _FAILS: Mapping[str, int] = {"missing": 1, "untracked": 2, "template_error": 2}
-"""Reason -> how little it says, next to those that are not here."""
+"""Reasons that explain least; a reason that is not listed here is reported first."""
 _IN_ANY_FORM = frozenset(
     (
         "no_messages",
@@ -99,7 +98,7 @@ _IN_ANY_FORM = frozenset(
         "no_trained_message",
     )
 )
-"""Reasons that are the same in every form of a conversation."""
+"""Reasons that are the same in every format of a conversation."""
 
 
 def _rendered(
@@ -111,8 +110,8 @@ def _rendered(
 ) -> Rendered:
     conversation = renderer.conversation
     trace = renderer.trace(len(conversation.messages), add_generation_prompt)
-    renderer.refuse_other_text(trace, add_generation_prompt)
-    _refuse_written_null(trace)
+    renderer.check_plain_text(trace, add_generation_prompt)
+    _reject_written_null(trace)
     says = [says_of_training(message) for message in conversation.given]
     trained = () if add_generation_prompt else trained_messages(conversation.roles, says, train_on, last_only)
     omitted, num_omitted = _omissions(trace)
@@ -135,7 +134,7 @@ _REASONING = frozenset(REASONING)
 
 
 def with_reasoning(messages: Sequence[Message]) -> Sequence[Message]:
-    """Give reasoning every name that templates read, as transformers does: data may have another one."""
+    """Return messages with their reasoning under every name that templates read, as in transformers."""
     if not isinstance(messages, list | tuple):
         return messages
     return [_with_reasoning(message) if isinstance(message, Mapping) else message for message in messages]
@@ -147,7 +146,7 @@ def _with_reasoning(message: Message) -> Message:
     reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
     if reasoning is None:
         return message
-    # Columns of a table give a null to every name that a message does not use.
+    # Columns of a table have a null for every name that a message does not use.
     own = {key: value for key, value in message.items() if key not in REASONING or value is not None}
     return {"thinking": reasoning, **own, "reasoning_content": reasoning}
 
@@ -240,7 +239,7 @@ def _text_of(arguments: object) -> object:
 
 
 def has_parts(message: Message) -> bool:
-    """Say whether the content of a message is a list of texts."""
+    """Return whether the content of a message is a list of texts."""
     is_list = isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
     return is_list and None not in _texts(message)
 
@@ -254,11 +253,11 @@ def _texts(message: Message) -> list[Any]:
     return [part if isinstance(part, str) else None for part in parts]
 
 
-# What is trained on.
+# Trained messages and ranges.
 
 _FLAGS = ("train", "training", "weight", "loss", "loss_mask", "loss_weight")
 _LIKE_FLAGS = re.compile(r"train|loss|mask|weight|supervis|ignore", re.IGNORECASE)
-"""Found in the names of fields that may be such flags of other projects."""
+"""Pattern of field names that may be flags of other projects."""
 
 
 @lru_cache(maxsize=1024)
@@ -267,10 +266,10 @@ def _is_like_a_flag(name: str) -> bool:
 
 
 def says_of_training(message: Message) -> bool | None:
-    """Return whether a message says that it is trained on, or that it is not; None where its role decides.
+    """Return whether flags of a message include or exclude it from training; None if its role decides.
 
-    Only `train` and `training` make a message trained on whose role is not: all messages may have a weight of 1. A
-    value that is neither yes nor no is refused, as is a flag of unclear meaning.
+    Only `train` and `training` include a message whose role is not trained, because all messages may have a weight
+    of 1. A value that is neither yes nor no is rejected, and so is a flag of unclear meaning.
     """
     flags = {name: message[name] for name in _FLAGS if message.get(name) is not None}
     for name, value in message.items():
@@ -298,7 +297,7 @@ def says_of_training(message: Message) -> bool | None:
 def trained_messages(
     roles: Sequence[str], says: Sequence[bool | None], trained_roles: Sequence[str], last_only: bool
 ) -> tuple[int, ...]:
-    """Return the messages to train on, by their roles and by what they say themselves; there must be one."""
+    """Return the messages to train, by their roles and flags; there must be at least one."""
     trained = [index for index, role in enumerate(roles) if role in trained_roles]
     if last_only:
         # Where only the last message is trained on, a flag cannot add another.
@@ -315,13 +314,13 @@ def trained_messages(
 
 
 def find_ranges(renderer: Renderer, trained: Sequence[int]) -> tuple[Range, ...]:
-    """Return the sorted, disjoint ranges that are trained on; what cannot be proven is refused."""
+    """Return the sorted, disjoint trained ranges; a conversation that cannot be verified is rejected."""
     roles = renderer.conversation.roles
     trace = renderer.trace(len(roles), False)
     has_blocks = renderer.template.compiled.has_generation
     by_block = [index for index in trained if has_blocks and roles[index] == "assistant"]
     for index in by_block:
-        refuse_missing(trace, index)
+        reject_missing(trace, index)
     ranges = _block_ranges(trace, by_block) if by_block else []
     by_turn = [index for index in trained if index not in by_block]
     if by_turn:
@@ -344,7 +343,7 @@ def _merged(ranges: list[Range]) -> list[Range]:
 
 
 def _prove(trace: Trace, ranges: list[Range], trained: set[int]) -> None:
-    """Refuse ranges that hold a character of another message, or leave out one of a trained message."""
+    """Reject ranges that contain a character of another message, or lack one of a trained message."""
     if not ranges:
         raise Refusal("no_supervision", "nothing in the render is trained on")
     for begin, end in ranges:
@@ -361,7 +360,7 @@ def _prove(trace: Trace, ranges: list[Range], trained: set[int]) -> None:
 
 
 def _block_ranges(trace: Trace, trained: Sequence[int]) -> list[Range]:
-    """Return what generation blocks wrote of some messages of the assistant."""
+    """Return the ranges of generation blocks that belong to some assistant messages."""
     if not trace.generation:
         raise Refusal("no_generation", "the template has generation blocks, and this conversation reached none")
     answers = [index for index, role in enumerate(trace.conversation.roles) if role == "assistant"]
@@ -371,7 +370,7 @@ def _block_ranges(trace: Trace, trained: Sequence[int]) -> list[Range]:
 
 
 def _block_owner(trace: Trace, begin: int, end: int) -> int:
-    """Return the message of the assistant that a generation block belongs to."""
+    """Return the assistant message that a generation block belongs to."""
     roles = trace.conversation.roles
     owners = {each.owner for each in trace.within(begin, end) if each.owner >= 0}
     if not owners:
@@ -390,12 +389,11 @@ _RESULTS = ("tool", "function", "ipython", "observation")
 
 
 def _turn_ranges(renderer: Renderer, trace: Trace, trained: Sequence[int]) -> list[Range]:
-    """Return what of some messages has to be produced.
+    """Return the trained ranges of some messages.
 
-    A template may write the text beside tool calls behind the results of the calls. Then the conversation is
-    arranged otherwise, so that every message stands in one piece. Where another answer follows the results, the
-    text is left out; elsewhere it is a message of its own behind the results. If that gives another render, it is a
-    message of its own everywhere.
+    A template may write the text next to tool calls after the results of the calls. Then the conversation is
+    rearranged, so that every message is in one piece. If another answer follows the results, the text is left out.
+    In all other cases, or if the text of the render changes, it becomes a message after the results.
     """
     conversation = trace.conversation
     calling = [index for index, message in enumerate(conversation.given) if message.get("tool_calls")]
@@ -500,7 +498,7 @@ class _Arranged:
             # The model writes it where it is asked for the next message. What stands behind it ends no turn, as it
             # stands there without the text too.
             if turn_range(self.renderer, self.trace, text.next)[0] != text.at and not self._is_asked(
-                self.renderer.asked(text.next), text.at
+                self.renderer.generation_header(text.next), text.at
             ):
                 raise Refusal("header", f"the text of {self.trace.conversation.named(index)}, behind the results")
             ranges.append((text.begin, text.end))
@@ -510,7 +508,7 @@ class _Arranged:
         return header is not None and at in self.trace.header_ends(header, at)
 
 
-# What a conversation holds and its render does not, without being refused.
+# Parts of a conversation that its render lacks.
 
 _DROPPED = "reasoning_dropped"
 _NAMES: Mapping[str, str] = {
@@ -520,7 +518,7 @@ _NAMES: Mapping[str, str] = {
 """Field -> the note of a message, or record, that has it and of which no character of it was written."""
 
 
-def _refuse_written_null(trace: Trace) -> None:
+def _reject_written_null(trace: Trace) -> None:
     """Reject a format in which a template may write a null content as the text "None"."""
     has_null = any(message.get("content") is None for message in trace.conversation.given)
     if has_null and any("None" in trace.text[begin:end] for begin, end in trace.authored()):

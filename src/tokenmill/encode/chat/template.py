@@ -1,4 +1,4 @@
-"""Chat templates: where they come from, what makes two of them the same, and the sandbox that they run in."""
+"""Chat templates: files and built-in ones, their identity, and the sandbox that they run in."""
 
 from __future__ import annotations
 
@@ -65,52 +65,52 @@ CHATML = """\
 _BUILT_IN = {"chatml": CHATML}
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 _RULES = 3
-"""Raised whenever texts or spans come out otherwise, so that two versions are never taken for the same."""
+"""Version of the rules for texts and masks. It is raised when they change, so stores of two versions differ."""
 NAME_ONE = "set chat_template=...: chatml, or the path of a .jinja file"
-"""What to do about a tokenizer that has no template."""
+"""Way out for a tokenizer without a template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StripRule:
-    """What a tokenizer's files say of a control string beyond its id."""
+    """White space rules of a special token in a tokenizer's files."""
 
     lstrip: bool = False
-    """Whether it takes the white space before it away."""
+    """Whether it removes the white space before it."""
     rstrip: bool = False
-    """Whether it takes the white space behind it away."""
+    """Whether it removes the white space after it."""
     unlike: str = ""
-    """What else it does that is not done here: a conversation that needs it raises `ConfigError`."""
+    """Another rule, which is not supported: a conversation that needs it raises `ConfigError`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatTemplate:
-    """The source of a template and the control strings that it is given by name."""
+    """The source of a template, and the special tokens that it reads by name."""
 
     source: str = field(repr=False)
     where: str
-    """What the user called it, for messages."""
+    """Name that the user gave it, for messages."""
     special_tokens: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Such as bos_token and eos_token; one that the tokenizer does not have is not there."""
+    """Special tokens by role, such as bos_token and eos_token, without those that the tokenizer lacks."""
     tokenizer: str | None = None
     """Content of the `tokenizer.json` that it was loaded for."""
     strip_rules: Mapping[str, StripRule] = field(default_factory=lambda: MappingProxyType({}))
-    """Control strings of that tokenizer that take white space away, or do more."""
+    """Special tokens of that tokenizer that remove white space, or have another rule."""
     built_in: bool = False
-    """Whether it comes with tokenmill: such a template is made for any tokenizer, and leaves BOS to it."""
+    """Whether it is part of tokenmill. Such a template works with any tokenizer, which adds BOS."""
 
     @property
     def compiled(self) -> Compiled:
-        """What runs it."""
+        """The compiled template."""
         return compile_template(self.source, self.where)
 
     def fields(self) -> dict[str, Any]:
-        """Return all that it holds, as JSON has it, to be made again in another process."""
+        """Return its fields as JSON values, to create it again in another process."""
         rules = {name: asdict(rule) for name, rule in self.strip_rules.items()}
         plain = {name: getattr(self, name) for name in ("source", "where", "tokenizer", "built_in")}
         return {**plain, "special_tokens": dict(self.special_tokens), "strip_rules": rules}
 
     def to_json(self) -> dict[str, object]:
-        """Return what a recipe's fingerprint must hold of it."""
+        """Return the part of a recipe's fingerprint that depends on the template."""
         return {
             "content": digest(self.source),
             "special_tokens": dict(self.special_tokens),
@@ -151,7 +151,7 @@ def load_template(spec: str, *, tokenizer: str | None) -> ChatTemplate:
 
 
 def has_template(tokenizer: str) -> bool:
-    """Say whether there is a chat template beside a tokenizer; it may be one that cannot be used."""
+    """Return whether there is a chat template next to a tokenizer; it may be unusable."""
     folder = _folder(tokenizer)
     return folder is not None and _find(folder, "default") is not None
 
@@ -218,15 +218,15 @@ def _folder(tokenizer: str | None) -> Path | None:
 
 
 def _object_in(path: Path) -> dict[str, Any]:
-    """Return the JSON object of a file; an empty one where there is no such file."""
+    """Return the JSON object of a file; an empty one if the file does not exist."""
     return read_object(read_bytes(path, MAX_TOKENIZER_BYTES), path, ConfigError) if is_beside(path) else {}
 
 
-# What the files of a tokenizer say of its control strings.
+# Special tokens in the files of a tokenizer.
 
 
 def _special_tokens(vocabulary: Vocabulary, beside: Mapping[str, Mapping[str, Any]]) -> Mapping[str, str]:
-    """Return the control strings that templates refer to by name."""
+    """Return the special tokens that templates read by name."""
     tokens = {"bos_token": vocabulary.bos, "eos_token": vocabulary.eos, "pad_token": vocabulary.pad}
     for value in beside.values():
         for role in _TOKENS:
@@ -238,9 +238,9 @@ def _special_tokens(vocabulary: Vocabulary, beside: Mapping[str, Mapping[str, An
 
 
 def _strip_rules(tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, StripRule]:
-    """Return the added tokens of a `tokenizer.json` that do more than stand for an id.
+    """Return the added tokens of a `tokenizer.json` that have white space rules.
 
-    Where the `tokenizer_config.json` beside it lists a control string, that counts, as it does for transformers.
+    If `tokenizer_config.json` in the same folder lists a special token, its entry counts, as in transformers.
     """
     added = {token["content"]: token for token in tokenizer.get("added_tokens") or []}
     decoder = config.get("added_tokens_decoder")
@@ -268,7 +268,7 @@ def _strip_rule(token: Mapping[str, Any], local: bool) -> StripRule:
 
 
 def _is_local(normalizer: Mapping[str, Any] | None) -> bool:
-    """Say whether a control string is found wherever it stands, and nothing around it is changed."""
+    """Return whether a special token is found in any place, with the text around it unchanged."""
     if normalizer is None or normalizer.get("type") in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase"):
         return True
     return normalizer.get("type") == "Sequence" and all(map(_is_local, normalizer["normalizers"]))

@@ -1,4 +1,4 @@
-"""The ids and the mask of conversations: control ids only where the template wrote them."""
+"""Ids and masks of conversations, with special tokens only where the template wrote them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MAX_KNOWN = 4096
 
 
 class Control(NamedTuple):
-    """A control string that stands in a text, with the white space that it takes away."""
+    """A special token in a text, with the white space that it removes."""
 
     begin: int
     end: int
@@ -49,7 +49,7 @@ class Control(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Controls:
-    """Finds the control strings of a tokenizer."""
+    """Finds the special tokens of a tokenizer."""
 
     ids: Mapping[str, int]
     rules: Mapping[str, StripRule]
@@ -59,14 +59,14 @@ class Controls:
     _known: dict[str, list[tuple[int, int, str]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """What stands in texts of the template, which are the same again and again."""
+    """Special tokens in texts of the template. The same texts occur in most conversations."""
 
     def __post_init__(self) -> None:
         odd = [name for name, rule in self.rules.items() if rule.unlike]
         object.__setattr__(self, "pattern", control_pattern(tuple(sorted({*self.ids, *odd} - {""}))))
 
     def find(self, text: str, ranges: Iterable[tuple[int, int]]) -> list[Control]:
-        """Return the control strings that lie within one of the ranges; white space around them may go beyond."""
+        """Return the special tokens within the ranges; white space around them may be outside."""
         controls: list[Control] = []
         done = 0
         for first, last in ranges:
@@ -105,19 +105,19 @@ class Controls:
 
 @dataclass(kw_only=True, slots=True)
 class Segment:
-    """A control string, or the ordinary text between two of them."""
+    """A special token, or the ordinary text between two of them."""
 
     text: str
     edges: Sequence[int]
-    """Characters inside an ordinary text where what is trained on begins or ends."""
+    """Characters within an ordinary text at which a trained range begins or ends."""
     trained: bool
-    """Whether its first character is trained on; it changes at every edge."""
+    """Whether its first character is trained; this changes at every edge."""
     parts: list[Uint32Array] = field(default_factory=list)
-    """The ids, of a text in as many parts as its edges make."""
+    """Ids; those of a text are split at its edges."""
 
 
 def segments_of(rendered: Rendered, controls: Controls) -> list[Segment]:
-    """Cut a text at the control strings that the template wrote; those of the record are ordinary text."""
+    """Split a text at the special tokens that the template wrote; those of the record are ordinary text."""
     text = rendered.text
     bounds = [edge for both in rendered.supervised for edge in both]
     segments: list[Segment] = []
@@ -150,7 +150,7 @@ def _alone(control: int) -> Uint32Array:
 def encode_all(
     rendered: Sequence[Rendered], tokenizer: Tokenizer, controls: Controls
 ) -> list[tuple[Uint32Array, Uint8Array] | Refusal]:
-    """Encode several conversations in one call of the tokenizer, and once more where a token straddles an edge."""
+    """Encode several conversations in one call of the tokenizer, and again where a token straddles an edge."""
     cut: list[list[Segment] | Refusal] = []
     for each in rendered:
         try:
@@ -176,7 +176,7 @@ def _joined(segments: list[Segment]) -> tuple[Uint32Array, Uint8Array] | Refusal
 
 
 def _encode_whole(segments: list[Segment], tokenizer: Tokenizer) -> None:
-    """Encode texts as a whole, and what stands before each edge; those where a token straddles are left out."""
+    """Encode whole texts, and the text before each edge; texts with a token across an edge are left out."""
     texts = [segment.text[:end] for segment in segments for end in (*segment.edges, len(segment.text))]
     ids = _encode(texts, tokenizer)
     at = 0
@@ -192,12 +192,12 @@ _LINE_END = "\n"
 
 
 def _encode_parts(segments: list[Segment], tokenizer: Tokenizer) -> None:
-    """Encode both sides of an edge on their own where a token would straddle it, as the model meets them.
+    """Encode both sides of an edge separately where a token would straddle it.
 
     A tokenizer that puts a mark before every text would add a blank there. Its words begin with the blank before
-    them, and where that blank alone is on the other side of the edge, the word is on this one, as for transformers;
-    else what is behind an edge is encoded behind a line end, where no mark is. Texts that come out changed are left
-    out.
+    them. If only that blank is on the other side of the edge, the word is on this side, as in transformers. In all
+    other cases the text after an edge is encoded after a line end, where no mark is added. Texts that would change
+    are left out.
     """
     opening = _encode([_LINE_END], tokenizer)[0] if segments else None
     for segment in segments:
@@ -235,17 +235,17 @@ _TAKEN = ("messages", "tools", "documents", "add_generation_prompt", "strftime_n
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatEncoded:
-    """The conversations that could be encoded, and those that could not."""
+    """Encoded conversations, and the rejected ones."""
 
     encoded: Encoded
     """Ids as uint32."""
     masks: Uint8Array
-    """One a token: 1 where it is trained on."""
+    """One per token: 1 if it is trained."""
     kept: Int64Array
-    """Which of the conversations that were given these are, in order."""
+    """Indices of the encoded conversations, in order."""
     refused: Sequence[Refused]
     notes: Sequence[tuple[str, ...]]
-    """Of each that was kept, what a user should know of it, by the names of `Rendered.notes`."""
+    """Notes of each encoded conversation, as in `Rendered.notes`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,17 +255,17 @@ class ChatEncoder:
     template: ChatTemplate
     tokenizer: Tokenizer
     train_on: tuple[str, ...] = ("assistant",)
-    """Roles whose messages are trained on."""
+    """Roles whose messages are trained."""
     last_only: bool = False
-    """Whether only the last of them is."""
+    """Whether only the last of these messages is trained."""
     kwargs: Mapping[str, Any] = field(default_factory=lambda: NO_OPTIONS)
-    """Names that the template reads, such as `enable_thinking`; `now` is the date for templates that write one."""
+    """Names that the template reads, such as `enable_thinking`; `now` is the date for templates that write it."""
     add_bos: bool | None = None
-    """Whether BOS is put before a conversation whose template writes none. None: only before that of the built-in
-    template, if texts start with it; of any other what it writes is all, as for transformers."""
+    """Whether BOS is put before a conversation whose template writes none. None: only with the built-in template,
+    if texts start with BOS; other templates write it themselves, as in transformers."""
     _controls: Controls = field(init=False, repr=False, compare=False)
     _examples: list[Rendered | None] = field(init=False, repr=False, compare=False, default_factory=list)
-    """The plain question and answer, once it is rendered."""
+    """Render of a plain question and answer, cached."""
 
     def __post_init__(self) -> None:
         template = self.template
@@ -297,7 +297,7 @@ class ChatEncoder:
 
     @property
     def _names(self) -> set[str]:
-        """What the template reads beside what it is given, and `now`."""
+        """Names that options may set: those that the template reads, and `now`."""
         names = self.template.compiled.names
         return {*(names - {*_TAKEN, *self.template.special_tokens}), "now"}
 
@@ -310,10 +310,10 @@ class ChatEncoder:
 
     @property
     def spelled(self) -> tuple[str, ...]:
-        """What looks like a control string, ends the assistant's turns, and is no control string of the tokenizer.
+        """End-of-turn strings of the template that are not special tokens of the tokenizer.
 
-        The text of a record can spell it as well, and so seem to end a turn. Empty where all is well, and where the
-        template takes no plain question and answer.
+        The text of a record can spell them too, and so seem to end a turn. Empty if there are none, and if the
+        template rejects a plain question and answer.
         """
         shown = self._shown()
         if shown is None:
@@ -343,7 +343,7 @@ class ChatEncoder:
 
     @property
     def lacks_bos(self) -> bool:
-        """Whether texts start with BOS and conversations do not, as the template writes none."""
+        """Whether texts start with BOS and conversations do not, because the template writes none."""
         shown = self._shown() if self.tokenizer.identity.add_bos and not self._adds_bos else None
         if shown is None:
             return False
@@ -363,7 +363,7 @@ class ChatEncoder:
         return self.add_bos and identity.bos_id is not None
 
     def _shown(self) -> Rendered | None:
-        """Return a plain question and answer; None where the template takes none. It is rendered once."""
+        """Return the render of a plain question and answer; None if the template rejects it."""
         if not self._examples:
             self._examples.append(self._example())
         return self._examples[0]
@@ -376,7 +376,7 @@ class ChatEncoder:
         return None
 
     def encode(self, conversations: Sequence[Conversation], places: Sequence[str] = ()) -> ChatEncoded:
-        """Render, cut and encode conversations; what cannot be proven right is refused, the rest kept.
+        """Render and encode conversations; those that cannot be verified are rejected.
 
         A template that asks for today's date and was given none raises `ConfigError`. In a worker, so does a
         template that takes too much time or memory; the error names the record by its entry in `places`.
@@ -425,10 +425,9 @@ class ChatEncoder:
         )
 
     def _with_one_bos(self, ids: Uint32Array, mask: Uint8Array) -> tuple[Uint32Array, Uint8Array]:
-        """See that a conversation starts with one BOS at most, and with one where it is to be added.
+        """Return a conversation with at most one BOS at its start, and with one if it is to be added.
 
-        What the template wrote stands, but of several BOS at the start one is left. Text of the record never gives
-        the id.
+        Of several BOS that the template writes at the start, one is kept. Text of the record never has this id.
         """
         identity = self.tokenizer.identity
         if identity.bos_id is None:
@@ -448,7 +447,7 @@ class ChatEncoder:
         return ids, mask
 
     def _refuse_late_bos(self, ids: Uint32Array, is_bos: BoolArray) -> None:
-        """Refuse a BOS that the template wrote behind white space, after the one that was put in front."""
+        """Reject a BOS that the template wrote after white space, when another one was added before it."""
         others = np.flatnonzero(is_bos[1:])
         if others.size and not self.tokenizer.decode(ids[1 : 1 + int(others[0])]).strip():
             raise Refusal("bos", "the template writes white space before BOS, so that there would be two")

@@ -13,17 +13,17 @@ from tokenmill.encode import Refusal
 _SCALARS = (bool, int, float, type(None))
 
 
-# Strings that are followed.
+# Tracked strings.
 
 Run: TypeAlias = tuple[int, int, int]
 """Adjacent characters: how many, the mark of the first, and the step from one mark to the next: 0 or 1."""
 
 AUTHORED = 0
-"""The mark of a character that the template wrote. A positive mark is a place in the record."""
+"""Mark of a character that the template wrote. A positive mark is a place in the record."""
 UNKNOWN = -1
-"""The mark of a character that came out of an operation which is not followed."""
+"""Mark of a character from an operation that is not tracked."""
 GENERATION = 1 << 48
-"""Added to the mark of a character that was written inside a `{% generation %}` block."""
+"""Added to the mark of a character within a `{% generation %}` block."""
 
 
 def _cased(change: Callable[[str], str]) -> Callable[[Tracked], Tracked]:
@@ -42,17 +42,17 @@ def _cased(change: Callable[[str], str]) -> Callable[[Tracked], Tracked]:
 
 
 class Tracked(str):
-    """A string with a mark for each character, kept as runs: most texts are one run.
+    """A string with a mark for each character, stored as runs: most texts are one run.
 
-    Operations that are not overridden give a plain `str`, and a plain `str` that meets a tracked one is marked
-    `UNKNOWN`: nothing is ever taken for the template's own by mistake.
+    Operations that are not overridden return a plain `str`. A plain `str` that is joined with a tracked one is
+    marked `UNKNOWN`, so no text is mistaken for text of the template.
     """
 
     __slots__ = ("_runs",)
     _runs: Sequence[Run] | None
 
     def __new__(cls, value: object = "") -> Tracked:
-        """Make a string of unknown origin, unless the value is tracked; `marked` makes one of known origin."""
+        """Return a string of unknown origin, unless the value is tracked; `marked` returns one of known origin."""
         text = str(value)
         self = str.__new__(cls, text)
         self._runs = _runs_of(text)
@@ -196,7 +196,7 @@ def marked(text: str, runs: Sequence[Run] | None) -> Tracked:
 
 
 def authored(text: str) -> Tracked:
-    """Return a text as the template's own."""
+    """Return a string that the template wrote."""
     return marked(text, None)
 
 
@@ -208,7 +208,7 @@ def placed(text: str, first: int) -> Tracked:
 
 
 def join(pieces: Iterable[str]) -> Tracked:
-    """Lay strings end to end."""
+    """Join strings."""
     parts = list(pieces)
     text = "".join(parts)
     runs: list[Run] = []
@@ -230,7 +230,7 @@ def join(pieces: Iterable[str]) -> Tracked:
 
 
 def runs_of(text: str) -> Sequence[Run]:
-    """Return the runs of a string, which cover all of it; a plain string is `UNKNOWN`."""
+    """Return the runs of a whole string; a plain string is `UNKNOWN`."""
     runs = _runs_of(text)
     return ((len(text), AUTHORED, 0),) if runs is None and text else runs or ()
 
@@ -246,7 +246,7 @@ def generated(text: str) -> str:
 
 
 def widened(runs: Sequence[Run], widths: list[int]) -> list[Run]:
-    """Return the runs of a text in which each character has become as many as its width."""
+    """Return the runs of a text in which each character was replaced by as many characters as its width."""
     wide: list[Run] = []
     at = 0
     for size, first, step in runs:
@@ -295,7 +295,7 @@ def between(separator: str, values: Iterable[Any]) -> Iterator[Any]:
         yield value
 
 
-# JSON and Python text of values, with the characters of the strings inside followed.
+# JSON and Python text of values, in which the characters of strings are tracked.
 
 
 def tojson(

@@ -1,8 +1,8 @@
 """Turns of a conversation: where a message begins and ends in a render, with its end of turn.
 
-A template writes all turns of a role alike. So the header and the end of a turn are learned once, from a few short
-messages, and found again in the render of a record. A turn that looks different is located by rendering parts of
-the record: up to the message, and with a generation prompt.
+A template writes the turns of a role in the same way. So the header and the end of a turn are learned once, from a
+few short messages, and found again in the render of a record. A turn that looks different is located by rendering
+parts of the record: up to the message, and with a generation prompt.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ if TYPE_CHECKING:  # conversations are made where no template is opened, and jin
     from tokenmill.encode.chat.template import ChatTemplate
 
 
-# A generation prompt may open the reasoning behind the header, or open and close it. The header ends before that:
-# inside of a turn the same text is what the model has to produce. An opener that is not listed here counts as part
-# of the header where the turn has it too; where the turn lacks it, the conversation is refused.
+# A generation prompt may open the reasoning after the header, or open and close it. The header ends before that,
+# because the model produces the same text within a turn. An opener that is not listed here counts as a part of the
+# header if the turn has it too; if the turn lacks it, the conversation is rejected.
 _OPENED = (
     r"(?:<think>|<thinking>|<\|channel>thought|<\|START_THINKING\|>|\[THINK\]|<seed:think>)\s*"
     r"(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)?\s*"
@@ -58,16 +58,16 @@ _REASONING_CLOSED = re.compile(
     r"\s*(?:</think>|</thinking>|<channel\|>|<\|END_THINKING\|>|\[/THINK\]|</seed:think>)\s*"
 )
 MARKUP = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Za-z_]{1,32}\]")
-"""What control strings look like."""
+"""Pattern of special tokens in the text of a template."""
 _ENDS_OF_TURN = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|endoftext|>", "<|eot|>",
     "<end_of_turn>", "<turn|>", "<|END_OF_TURN_TOKEN|>", "<|end_of_text|>", "<|assistant_end|>", "</s>", "[/INST]",
 )  # fmt: skip
-"""What models write to end a turn."""
+"""End-of-turn tokens of common models."""
 _MAX_DATE_CHARS = 4096
-"""Of the format of a date; the date itself may be 256 times as long."""
+"""Limit for the format of a date; the date itself may be 256 times as long."""
 _KEPT_TRACES = 16
-"""Renders of parts of a conversation; the memory for all of them would grow with the square of its length."""
+"""Number of cached renders. All of them would take memory that grows with the square of the length."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -80,7 +80,7 @@ class Renderer:
     _traces: dict[tuple[int, bool], Trace | Refusal] = field(default_factory=dict)
 
     def trace(self, num_messages: int, add_generation_prompt: bool) -> Trace:
-        """Render the first messages and follow every character; the latest renders, and the whole one, are kept."""
+        """Render the first messages with tracked strings. The last renders and the whole one are cached."""
         key = (num_messages, add_generation_prompt)
         if key not in self._traces:
             try:
@@ -102,8 +102,8 @@ class Renderer:
         except Refusal:
             return None
 
-    def refuse_other_text(self, trace: Trace, add_generation_prompt: bool) -> None:
-        """Refuse a conversation of which plain strings, as every other library has them, give another text."""
+    def check_plain_text(self, trace: Trace, add_generation_prompt: bool) -> None:
+        """Reject a conversation whose text differs with plain strings, which all other libraries use."""
         conversation = self.conversation
         text = plain_text(
             self.template,
@@ -181,12 +181,12 @@ class Renderer:
     def end_of_turn(self, trace: Trace, index: int, after: int) -> str:
         """Return the end of the turn of a message whose own characters end at `after`."""
         tails = self.closings(index, trace.origin_at(after - 1))
-        if trace.closing_of(tails, after) is None and trace.goes_on(index, after):
+        if trace.closing_of(tails, after) is None and trace.continues_turn(index, after):
             return ""
         return _closing(trace, tails, index, after)
 
-    def asked(self, index: int) -> Header | None:
-        """Return what asks for a message; None if the template does not render a prompt there."""
+    def generation_header(self, index: int) -> Header | None:
+        """Return the generation prompt for a message; None if the template does not render one there."""
         prompt = self.try_trace(index, True)
         if prompt is None:
             return None
@@ -197,8 +197,8 @@ class Renderer:
         return Header(after=last.last_origin if last else None, text=text)
 
     def header_end(self, trace: Trace, index: int, before: int) -> int:
-        """Return where a turn of the assistant begins: behind its header, at or before a character."""
-        header = self.asked(index)
+        """Return the first character of an assistant turn: the one after its header, at or before `before`."""
+        header = self.generation_header(index)
         ends = trace.header_ends(header, before) if header else []
         end = ends[-1] if ends else None
         if end is not None and (end == before or not MARKUP.search(trace.text, end, before)):
@@ -216,25 +216,25 @@ class Renderer:
         return end
 
     def begin(self, trace: Trace, index: int, first: int, end: int) -> int:
-        """Return where a turn of the assistant begins, whose message begins at `first` and which ends at `end`."""
+        """Return the first character of the assistant turn that ends at `end`; its message begins at `first`."""
         try:
             return self.header_end(trace, index, first)
         except Refusal as error:
-            begin = self._unasked(trace, index, first, end) if error.reason == "header" else None
+            begin = self._begin_without_header(trace, index, first, end) if error.reason == "header" else None
             if begin is None:
                 raise
             return begin
 
-    def _unasked(self, trace: Trace, index: int, first: int, end: int) -> int | None:
-        """Return where a turn without a header begins; None if that cannot be told.
+    def _begin_without_header(self, trace: Trace, index: int, first: int, end: int) -> int | None:
+        """Return the first character of a turn without a header; None if it is unknown.
 
-        It begins behind what ends the turn before it. What then stands before the message is the assistant's to
-        produce if the template writes the same inside of a turn: before calls that follow others in one message.
+        The turn begins after the end of the turn before it. Text between the two and the message is trained if the
+        template writes the same text within a turn, between two tool calls of one message.
         """
         before = trace.own_range(index - 1) if index else None
         if before is None or before[1] > first:
             return None
-        if before[1] == first and trace.goes_on(index - 1, first):
+        if before[1] == first and trace.continues_turn(index - 1, first):
             return first
         tails = self.closings(index - 1, trace.origin_at(before[1] - 1))
         begins = {before[1] + len(tail) for tail in tails if trace.text.startswith(tail, before[1])}
@@ -247,7 +247,7 @@ class Renderer:
         return None
 
     def _calls_inside_a_turn(self, index: int) -> tuple[str, str]:
-        """Return a turn that has the tool calls of a message twice and nothing else, and what asks for it."""
+        """Return a sample turn with the tool calls of a message twice, and its generation prompt."""
         message = self.conversation.given[index]
         calls = message.get("tool_calls")
         if not calls or not isinstance(calls, list | tuple):
@@ -268,18 +268,18 @@ class Renderer:
         return ("", "") if tail is None or not prompt else (trace.text[begin : own[1] + len(tail)], prompt)
 
     def empty_turn(self, trace: Trace, index: int) -> int:
-        """Return where a turn of the assistant without any text begins."""
-        header = self.asked(index)
+        """Return the first character of an assistant turn without any text."""
+        header = self.generation_header(index)
         ends = trace.header_ends(header, len(trace.text)) if header else []
         if len(ends) != 1:
             raise Refusal("header", f"{trace.conversation.named(index)}, which is empty")
         return ends[0]
 
     def closings(self, index: int, after: int | None) -> tuple[str, ...]:
-        """Return what may end the turn of a message, whose last character has the number `after`.
+        """Return possible ends of the turn of a message, whose last character has the number `after`.
 
-        Behind the last message of a conversation a template may write another end than behind others (EOS, or
-        another end of turn). So two renders that end with the message count: with and without a generation prompt.
+        After the last message of a conversation, a template may write another end of turn, or EOS. So two renders
+        that end with the message are compared: with and without a generation prompt.
         """
         ended = self._tail(self.try_trace(index + 1, False), index, after)
         more = self._tail(self.try_trace(index + 1, True), index, after)
@@ -290,13 +290,13 @@ class Renderer:
         return tuple(tails)
 
     def _proven(self, tail: str, index: int, after: int | None) -> list[str]:
-        """Return the part of a tail that ends the turn; nothing where that cannot be told.
+        """Return the part of a tail that ends the turn; an empty list if it is unknown.
 
-        Behind the last message a template may write what is no part of its turn: a generation prompt that was not
-        asked for, EOS of the document, a date, a footer. So what counts is what the template also writes before one
-        more message, up to its header; or an end of turn or EOS in that place.
+        After the last message, a template may write text that is not a part of its turn: an unconditional
+        generation prompt, EOS of the document, a date, a footer. So only text counts that the template also writes
+        before one more message, up to its header, or an end-of-turn token in the same place.
         """
-        further, between = self._followed(index, after)
+        further, between = self._text_before_next(index, after)
         if between is None:
             return [tail] if not self._without_ends(tail) else []
         # A template may close reasoning, or write an empty one, in a last turn, and leave it out of earlier turns.
@@ -336,8 +336,8 @@ class Renderer:
         again = next((end + header for end in self._ends if tail.startswith(end + header)), "")
         return again if header.strip() and any(end in tail[len(again) :] for end in self._ends) else ""
 
-    def _followed(self, index: int, after: int | None) -> tuple[Message, str | None]:
-        """Return a message that may follow another, and what the template writes between the two."""
+    def _text_before_next(self, index: int, after: int | None) -> tuple[Message, str | None]:
+        """Return a message that may follow another, and the text that the template writes between the two."""
         given = self.conversation.given[: index + 1]
         in_parts = isinstance(given[index].get("content"), list | tuple)
         content = [{"type": "text", "text": "Q"}] if in_parts else "Q"
@@ -360,7 +360,7 @@ class Renderer:
         return Renderer(template=self.template, conversation=conversation)
 
     def _between(self, index: int, after: int | None) -> str | None:
-        """Return what stands between a message and the next one; None where either is not written there."""
+        """Return the text between a message and the next one; None if the template omits either."""
         trace = self.try_trace(index + 2, False)
         if trace is None:
             return None
@@ -374,7 +374,7 @@ class Renderer:
 
     @property
     def _ends(self) -> tuple[str, ...]:
-        """What may end a turn."""
+        """End-of-turn tokens, and EOS."""
         eos = self.template.special_tokens.get("eos_token")
         return (*_ENDS_OF_TURN, eos) if eos else _ENDS_OF_TURN
 
@@ -385,7 +385,7 @@ class Renderer:
         return text.strip()
 
     def _tail(self, trace: Trace | None, index: int, after: int | None) -> str | None:
-        """Return what a render that ends with a message has behind it; None if the message ends otherwise there."""
+        """Return the text after the last message of a render; None if the message ends differently there."""
         if trace is None:
             return None
         own = trace.own_range(index)
@@ -394,10 +394,10 @@ class Renderer:
         return trace.text[own[1] :] if trace.origin_at(own[1] - 1) == after else None
 
     def generation_prompt(self, index: int) -> str | None:
-        """Return what the template adds to ask for a message: this one, or else another of the conversation.
+        """Return the generation prompt for a message, or for another one of the conversation.
 
-        Behind a message of the assistant, a template may write another end of turn when it adds a prompt. So such a
-        place counts only if nothing but the prompt is added.
+        After an assistant message, a template may write another end of turn when it adds a prompt. So such a place
+        counts only if nothing except the prompt is added.
         """
         roles = self.conversation.roles
         for num_messages in (index, *range(1, len(roles) + 1)):
@@ -462,7 +462,7 @@ _ARGUMENTS: tuple[object, ...] = ({_TEXT: _TEXT}, {_TEXT: 0}, '{"Q": "Q"}')
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Messages that a template writes alike, by everything that their turn may depend on."""
+    """A set of messages with the same kind of turn, by everything that the turn may depend on."""
 
     template: ChatTemplate = field(compare=False)
     options: Mapping[str, Any] = field(compare=False)
@@ -532,7 +532,7 @@ def _call(arguments: object) -> Message:
 
 @lru_cache(maxsize=4096)
 def learn(kind: Kind) -> Turn:
-    """Return what a template writes around messages of a kind, as far as samples show it."""
+    """Return the text around messages of a kind, as far as samples show it."""
     openings: set[tuple[str, int]] = set()
     gaps: dict[str, int] = {}
     ends: set[str] = set()
@@ -594,7 +594,7 @@ def turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
     asks = trace.conversation.roles[index] == "assistant"
     own = trace.own_range(index)
     if own is None:
-        refuse_missing(trace, index)
+        reject_missing(trace, index)
         if not asks:
             return (0, 0)
         begin = renderer.empty_turn(trace, index)
@@ -608,8 +608,8 @@ def turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
     return renderer.begin(trace, index, first, end) if known_begin is None else known_begin, end
 
 
-def refuse_missing(trace: Trace, index: int) -> None:
-    """Reject a conversation of which the template does not write a message that is trained."""
+def reject_missing(trace: Trace, index: int) -> None:
+    """Reject a conversation if the template omits a trained message."""
     if index in trace.of_message:
         return
     named = trace.conversation.named(index)
@@ -638,7 +638,7 @@ def plain_text(
     options: Mapping[str, Any],
     add_generation_prompt: bool,
 ) -> str:
-    """Render a conversation with plain strings, as every other library does; `runnable` is of the template."""
+    """Render a conversation with plain strings, as in other libraries; `runnable` is compiled from the template."""
     return _run(runnable, _names(template, messages, tools, options, add_generation_prompt, str))
 
 
@@ -650,7 +650,7 @@ def _names(
     add_generation_prompt: bool,
     own: Callable[[str], str],
 ) -> dict[str, Any]:
-    """Return what a template may refer to; `own` marks a string as the template's own."""
+    """Return the variables of a render; `own` marks a string as text of the template."""
     return {
         **{name: own(token) for name, token in template.special_tokens.items()},
         "strftime_now": lambda form: own(_now(template.where, options).strftime(form[:_MAX_DATE_CHARS])),
@@ -708,7 +708,7 @@ def _common(left: str, right: str) -> int:
 
 
 def _shared(left: str, right: str) -> int:
-    """Return how many characters two texts have in common at their start; markup of the first is not split."""
+    """Return the length of the common start of two texts; markup of the first is not split."""
     shared = _common(left, right)
     for match in MARKUP.finditer(left, max(0, shared - 66), shared + 66):
         if match.start() < shared < match.end():
@@ -717,7 +717,7 @@ def _shared(left: str, right: str) -> int:
 
 
 def _shared_end(left: str, right: str) -> int:
-    """Return how many characters two texts have in common at their end; markup of the second is not split."""
+    """Return the length of the common end of two texts; markup of the second is not split."""
     begin = len(right) - _common(left[::-1], right[::-1])
     for match in MARKUP.finditer(right, max(0, begin - 66), begin + 66):
         if match.start() < begin < match.end():
