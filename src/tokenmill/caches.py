@@ -1,8 +1,8 @@
-"""Folders for what can always be made again: row indexes, indexes of foreign files, compiled kernels.
+"""Folders for data that can be made again: row indexes, indexes of foreign files, compiled kernels.
 
-It is kept beside the data or the package where that can be written to, else in a folder of this user's. What lies
-there is trusted, and kernels are even run. So such a folder counts only if it belongs to this user and nobody else
-can write to it: in a temporary folder that all users share, anyone may have made one of that name.
+It is kept next to the data or the package if that is writable, otherwise in a private folder of this user. The
+content is trusted, and kernels are even run. So a folder counts only if it belongs to this user and nobody else can
+write to it. In a temporary folder that all users share, anyone may have made a folder of that name.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _candidates(purpose: str) -> Iterator[Path]:
 
 
 def _is_private(folder: Path) -> bool:
-    """Say whether a folder is there, belongs to this user, and can be written to by nobody else."""
+    """Return whether a folder exists, belongs to this user, and is writable for nobody else."""
     try:
         status = folder.lstat()
     except OSError:

@@ -1,7 +1,7 @@
 """Kernels: functions that numba compiles at their first call, once per machine, and then loads from a folder.
 
 The folder is below NUMBA_CACHE_DIR, or below `__pycache__` of this package. If that is not writable, as in an image
-that `tokenmill warm` has filled, its kernels are copied to a private folder of this user (`caches`). The name of
+that `tokenmill warm` has filled, the kernels are copied to a private folder of this user (`caches`). The name of
 the folder is a digest of the package's sources, so a stale kernel is never loaded. Processes that start together
 may compile the same kernel: the last one to finish keeps it.
 
@@ -142,7 +142,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _reader(bits: int) -> Callable[[int, int], int]:
-    """Make a function of (address, index) that returns an unsigned number of so many bits."""
+    """Make a function of (address, index) that returns an unsigned number of `bits` bits."""
 
     def read(typing_context: Any, address: Any, index: Any) -> Any:  # noqa: ANN401, ARG001 - numba's own types
         def generate(_context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401
@@ -156,7 +156,7 @@ def _reader(bits: int) -> Callable[[int, int], int]:
 
 
 def _writer(bits: int) -> Callable[[int, int, int], None]:
-    """Make a procedure of (address, index, value) that writes a number of so many bits."""
+    """Make a procedure of (address, index, value) that writes a number of `bits` bits."""
 
     def write(typing_context: Any, address: Any, index: Any, value: Any) -> Any:  # noqa: ANN401, ARG001
         def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:  # noqa: ANN401

@@ -3,7 +3,7 @@
 A record is a frozen dataclass. Its hints say what a table may hold: `int`, `Number`, `str`, `bool`, `X | None`,
 `X | UnsetType` (it may be left out, but not be null), `Sequence[X]`, `tuple[X, ...]`, `Mapping[str, X]`,
 `Literal[...]`, `Annotated[X, msgspec.Meta(...)]` with limits, a `NamedTuple` for a list of certain values, and
-records within records. An unknown key is refused, with the nearest that is known. Rules that go beyond that stand
+records within records. An unknown key is refused, with the nearest that is known. Rules that go beyond that are
 in the `__post_init__` of the record, whose errors keep their own text.
 """
 
@@ -48,7 +48,7 @@ Seed: TypeAlias = Annotated[
 Refuse: TypeAlias = Callable[[str], TokenmillError]
 """Message -> error: the class of an error, or what makes one."""
 _NOTHING = (type(None), msgspec.UnsetType)
-"""What a value may be in place of something: null, or left out of the table."""
+"""The two ways to have no value: null, and a missing key."""
 _WORDS = {int: "whole numbers", float: "numbers", Number: "numbers", str: "strings", bool: "flags"}
 
 
@@ -80,7 +80,7 @@ def read_table(
 
 
 def read_list(kind: type[T], tables: Mapping[str, Any], key: str) -> tuple[T, ...]:
-    """Return the tables of the list under a key as records; none where there is no such list."""
+    """Return the tables of the list under a key as records; an empty tuple without the list."""
     value = tables.get(key, [])
     if not isinstance(value, list):
         raise ConfigError(f"{key}: expected a list of tables, got {type(value).__name__}; write [[{key}]]")
@@ -120,7 +120,7 @@ def names_of(key: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_keys(where: str, table: Mapping[str, Any], known: Sequence[str], error: Refuse = ConfigError) -> None:
-    """Refuse keys that are not known."""
+    """Raise for the first unknown key."""
     for key in table:
         if key not in known:
             raise error(f"{_shown(where)}: unknown key: {key!r}; {nearest(str(key), known)}")
@@ -277,7 +277,7 @@ def read_bytes(file: Path, most: int, error: type[TokenmillError] = ConfigError)
 
 
 def check_types(**values: tuple[object, Any]) -> None:
-    """Refuse arguments that are not of their types: name -> value and hint."""
+    """Raise for the first argument that does not fit its type: name -> value and hint."""
     for name, (value, hint) in values.items():
         if not _fits(hint, value):
             raise _refusal(hint, value, name, ConfigError)
@@ -333,7 +333,7 @@ def check_public(path: str) -> None:
 
 
 def path_of(name: str, value: object) -> str:
-    """Return a path as a string; what is none is refused."""
+    """Return a path as a string; raise for anything else."""
     path = os.fspath(value) if isinstance(value, str | os.PathLike) else value
     if not isinstance(path, str) or not path:
         raise ConfigError(f"{name}: expected a path, got {value!r}; give a string or a pathlib.Path")
@@ -350,24 +350,24 @@ def check_positive(where: str, name: str, value: int) -> None:
 
 
 def check_seed(where: str, seed: int) -> None:
-    """Refuse a seed that is no unsigned 63-bit number."""
+    """Raise for a seed that is not an unsigned 63-bit number."""
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"{where}: seed must lie within 0 and 2^63, got {seed}; choose a smaller one")
 
 
 def check_name(where: str, name: str) -> None:
-    """Refuse a name that cannot stand in file names and keys everywhere."""
+    """Raise for a name that file names or keys cannot contain on every system."""
     if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise ConfigError(f"{where}: must be letters, digits, - _ . only, got {name!r}; rename it")
 
 
 def check_choice(where: str, name: str, value: str, choices: Iterable[str]) -> None:
-    """Refuse a value of a table that is not among the choices."""
+    """Raise for a value of a table that is not one of the choices."""
     _refuse_others(where, f"{name} must be", value, list(choices))
 
 
 def check_option(name: str, value: str, choices: Iterable[str]) -> None:
-    """Refuse an argument that is not among the choices."""
+    """Raise for an argument that is not one of the choices."""
     _refuse_others(name, "expected", value, list(choices))
 
 

@@ -40,19 +40,19 @@ ARRAYS = (
     "max_seqlen",
     "num_loss_tokens",
 )
-"""What a batch can deliver."""
+"""Arrays that a batch can have."""
 POSITIONS = ("document", "row")
 """Where position_ids can start from 0."""
 PACKINGS = ("concat", "best_fit", "bos_best_fit", "padded")
-"""How documents can become rows."""
+"""Ways to pack documents into rows."""
 WHOLE_PACKINGS = ("padded", "best_fit")
 """Packings that keep a document whole where it fits a row; `on_long` decides about longer ones."""
 CROPS = ("return", "discard")
-"""What can become of the rest of a cropped document."""
+"""Treatment of the rest of a cropped document."""
 ON_CHANGE = ("unseen", "restart")
-"""What a stage can do with a source whose rows are not those of the stage before."""
+"""Treatment of a source whose rows differ from those of the previous stage."""
 ON_ERROR = ("stop", "skip")
-"""What can be done about an input record that cannot be used."""
+"""Treatment of an input record that cannot be used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ class RemoteOptions:
     horizon_bytes: int = 64 << 20
     """How much is asked for ahead of training, and held in memory."""
     concurrency: int = 192
-    """Requests of a process that are under way at a time."""
+    """Concurrent requests of a process."""
     deadline: float = 120.0
     """Seconds after which a range that could not be read ends the run."""
     verify_pages: bool = True
@@ -200,7 +200,7 @@ class Records:
     notes: Mapping[str, int] = field(default_factory=dict)
     """What was done to records that a user should know, by name: to how many of them."""
     noted: Mapping[str, int] = field(default_factory=dict)
-    """Which of those that are kept is the first example of each, from 0."""
+    """For each note, the index of the first stored record that has it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -234,7 +234,7 @@ class Spans:
 
     @property
     def joined(self) -> BoolArray:
-        """Which spans go on behind the BOS of their document, which is the span before."""
+        """Whether each span continues the document whose BOS is the previous span."""
         after = np.zeros(self.length.size, np.bool_)
         bos = (self.start[:-1] == 0) & (self.length[:-1] == 1)
         after[1:] = bos & (self.document[1:] == self.document[:-1]) & (self.start[1:] > 0)
@@ -265,14 +265,14 @@ class Fates:
     padding: int
     """Input slots that hold no token."""
     added: int = 0
-    """BOS that were put before rests of documents; they are not among the tokens that went in."""
+    """BOS that were inserted before rests of documents; `tokens` does not count them."""
 
     def __post_init__(self) -> None:
         assert self.tokens == self.trained + self.masked + sum(self.dropped.values()), self
 
 
 NO_DOCUMENTS: Int64Array = np.empty(0, np.int64)
-"""What is left out of a source where nothing is."""
+"""Documents to leave out of a source that is used whole."""
 
 
 def run_sums(first: Int64Array, count: Int64Array, values: Int64Array) -> Int64Array:
@@ -287,7 +287,7 @@ def run_sums(first: Int64Array, count: Int64Array, values: Int64Array) -> Int64A
 
 
 def counted_from(first: Int64Array, count: Int64Array) -> Int64Array:
-    """Return `count` numbers from each `first` on, one run behind another.
+    """Return `count` numbers from each `first`, one range after the other.
 
     >>> counted_from(np.array([5, 0]), np.array([2, 3])).tolist()
     [5, 6, 0, 1, 2]

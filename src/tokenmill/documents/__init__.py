@@ -1,8 +1,8 @@
 """Raw text from files.
 
 1. In: paths, globs, folders and Hugging Face datasets; which field of a record holds the text.
-2. Does: lists the files in an order that any machine agrees on; cuts them into units of work that can be read
-   apart from each other; reads a unit as a stream, so that memory is bounded by a batch and the longest record.
+2. Does: lists the files in the same order on every machine; cuts them into units of work that are read
+   independently; reads a unit as a stream, so that memory is bounded by a batch and the longest record.
 3. Out: batches of texts or records in input order, and the records that could not be read, by line and reason.
 
 A new kind of file is one `Format` (see `units`) and its line in `inputs.FORMATS`. Formats share how files are

@@ -24,7 +24,7 @@ _MAX_ROWS = 4096
 
 
 def wanted_columns(schema: pa.Schema, options: units.ReadOptions, path: str) -> list[str]:
-    """Return the top-level columns to read; raise where there is no column of texts, or two of one name."""
+    """Return the top-level columns to read; raise if no column holds texts, or two have the same name."""
     twins = [name for name in dict.fromkeys(schema.names) if schema.names.count(name) > 1]
     if twins:
         raise DocumentError(f"{path}: must name each column once, got {twins[0]!r} twice; rename one of them")
@@ -65,8 +65,8 @@ def column_groups(
     """Read the documents of a record batch, a slice of rows at a time.
 
     Nothing is read from a column before it has been validated: a hostile offset would point anywhere in memory.
-    Where Arrow made the offsets itself, as it `decompressed` a file, no offset is hostile; what is not UTF-8 shows
-    when it is decoded.
+    If Arrow made the offsets itself, because it `decompressed` a file, no offset is hostile. Invalid UTF-8 is found
+    when texts are decoded.
     """
     batch.validate()
     if options.text_field is None:
@@ -127,7 +127,7 @@ def _text_kinds() -> tuple[Any, ...]:
 
 
 def _texts(cells: pa.Array, options: units.ReadOptions) -> units.Group:
-    """Read the texts of cells; nulls, cells that are not UTF-8 and those that are too long are bad."""
+    """Read the texts of cells. Nulls and cells that are too long or not UTF-8 are bad."""
     if cells.nbytes <= options.max_record_bytes:  # else one of them may be too long
         with suppress(UnicodeDecodeError):
             texts = _values(cells)
@@ -317,7 +317,7 @@ def runs(sizes: Sequence[int], total_bytes: int, chunk_bytes: int) -> Iterator[t
 def _batches(
     opened: pq.ParquetFile, group: int, leaves: list[str], options: units.ReadOptions
 ) -> Iterator[pa.RecordBatch]:
-    """Read a row group: its first row, then as many rows at a time as its sizes allow."""
+    """Read a row group: its first row, then the number of rows at a time that its sizes allow."""
     num_rows = 0
     for batch in opened.iter_batches(1, row_groups=[group], columns=leaves, use_threads=False):
         if not num_rows:

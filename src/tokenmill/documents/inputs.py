@@ -88,10 +88,10 @@ def suffix_of(name: str, format: str | None = None) -> str | None:
     return suffix + compression
 
 
-# From what a user names to a list of files.
+# Paths, globs and folders as a list of files.
 
 _NOTES = ("readme", "license", "licence")
-"""Text files that describe the data beside them and are no part of it."""
+"""Names of text files that describe the data next to them."""
 _TEXT, _ARROW = ".txt", ".arrow"
 _SNIFFED_BYTES = 8192
 _MOST_SHOWN = 300
@@ -103,14 +103,13 @@ class Inputs:
 
     files: tuple[InputFile, ...]
     passed_over: tuple[str, ...]
-    """Files in the given folders that are not read: of no known kind, notes beside data, or binary where text is
-    asked for."""
+    """Files in the input folders that are skipped: unknown kinds, notes next to data, binary files with `text`."""
 
 
 def find_files(
     inputs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, format: str | None = None
 ) -> Inputs:
-    """List the files that paths, globs, folders (with all below) and `hf:name[:config[:split]]` stand for.
+    """List the files of paths, globs, folders with everything below, and `hf:name[:config[:split]]`.
 
     Files are ordered by their whole paths, digits compared as numbers, whatever the order of the inputs: a glob
     expanded by the shell gives the same as one expanded here. A file that is named twice is read once. Hidden files
@@ -149,7 +148,7 @@ def find_files(
 
 
 def _files_of(item: str, format: str | None) -> tuple[dict[str, str], list[str]]:
-    """Return path -> suffix of the files that one input stands for, and the files that are passed over."""
+    """Return the files of one input as path -> suffix, and the files that are skipped."""
     if item.startswith(PREFIX):
         return {os.path.abspath(path): _ARROW for path in dataset_files(item)}, []
     suffixes: dict[str, str] = {}
@@ -219,14 +218,14 @@ def _is_marker(path: str) -> bool:
 
 
 def _is_input(path: str, suffix: str, format: str | None) -> bool:
-    """Tell whether a file in a folder is read: broken links, pipes and notes of a saved dataset are not."""
+    """Return whether a file in a folder is read: broken symlinks, pipes and notes of a saved dataset are not."""
     if not os.path.isfile(path):
         return False
     return _is_text(path, suffix) if format == "text" else not is_saved_note(path)
 
 
 def _is_text(path: str, suffix: str) -> bool:
-    """Tell whether the start of a file is UTF-8 text."""
+    """Return whether the start of a file is UTF-8 text."""
     file = InputFile(path=path, name=path, bytes=0, suffix=suffix)
     try:
         with open(path, "rb") as stream:
@@ -249,19 +248,19 @@ def _known_endings() -> str:
 # Files as units of work, and a unit as batches of documents.
 
 MAX_PIECES = 16_384
-"""Most pieces of a unit, as it is sent to a worker, and a folder may hold millions of empty files."""
+"""Upper limit of pieces in a unit. Units are sent to workers, and a folder may hold millions of empty files."""
 _FEW_UNITS, _MANY_UNITS = 24, 256
 _MIB = 1 << 20
 
 
 def chunk_size(files: Sequence[InputFile]) -> int:
-    """Return how many bytes a unit of an input should have, in whole MiB: from 4 to 256 of them.
+    """Return the size that units of an input should have: 4 to 256 MiB.
 
-    A small input is cut into 24 units, which keep the cores of a small machine busy to the end. Once a unit has
-    64 MiB there are more of them, up to 256 for 16 GiB, so that a cluster has something to do; then units grow with
-    the input again, to 256 MiB, and beyond 64 GiB there are as many as it takes. Every unit becomes a shard, so
-    they are as large as that allows. The size depends on the input alone: the same files give the same units on any
-    machine. Where all files are compressed, a step is a quarter of a MiB: they hold some four times as much text.
+    A small input is cut into 24 units, which keep the cores of a small machine busy to the end. Above 64 MiB per
+    unit the number grows, up to 256 units for 16 GiB, so that a cluster has enough work. Then the units grow to
+    256 MiB, and above 64 GiB the number grows again. Each unit becomes a shard, so units are large. The size
+    depends on the input alone, so the same files give the same units on every machine. If all files are compressed,
+    units have a quarter of these sizes, because they hold about four times as much text.
     """
     compressed = all(file.compression or file.suffix == ".parquet" for file in files)
     step = _MIB // 4 if compressed else _MIB
@@ -347,14 +346,14 @@ def place(piece: Piece, line: int) -> str:
     return f"{piece.file.path}:{line + 1}" if counts == "line" else f"{piece.file.path} {counts} {line + 1}"
 
 
-# A little of a corpus, from all over it.
+# A sample from all over a corpus.
 
 _SAMPLE_PLACES = 16
 _SAMPLE_BYTES = 64 << 10
-"""Of each place."""
+"""Characters of the sample per place."""
 _SAMPLE_CHUNK_BYTES = 16 << 20
 _SAMPLE_RECORD_BYTES = 4 << 20
-"""Larger records are left out of a sample: the process that takes it should stay small."""
+"""Size limit of a record in a sample, because the process that takes it should stay small."""
 
 
 def sample_texts(

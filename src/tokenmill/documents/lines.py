@@ -51,15 +51,15 @@ def _without_mark(line: bytes) -> bytes:
 
 
 class Unread(bytes):
-    """Stands among raw records for one that was not kept: neither UTF-8 nor JSON, so that no parser takes it."""
+    """Placeholder for a raw record that was too long to keep. Its one byte is invalid UTF-8 and invalid JSON."""
 
     reason: str
     detail: str
     num_quotes: int
-    """How many `"` it has: whether a quoted cell goes on after it."""
+    """Number of `"` in it. If it is odd, a quoted cell continues after it."""
 
     def __new__(cls, reason: str, detail: str, *, num_quotes: int = 0) -> Unread:
-        """Stand for a record that has this reason to be bad."""
+        """Make the placeholder of a record that is bad for this reason."""
         self = super().__new__(cls, b"\xff")
         self.reason, self.detail, self.num_quotes = reason, detail, num_quotes
         return self
@@ -72,7 +72,7 @@ def refuse_unread(raw: bytes) -> None:
 
 
 class PartialRecord:
-    """The parts of a record that goes on in the next block; what outgrows `max_bytes` is dropped and counted."""
+    """Parts of a record that continues in the next block. Above `max_bytes`, they are dropped and only counted."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -90,7 +90,7 @@ class PartialRecord:
             self._parts.append(part)
 
     def take(self, last: bytes) -> bytes:
-        """Return the whole record that `last` ends, and begin anew."""
+        """Return the whole record that `last` ends, and start the next one."""
         if self.size + len(last) <= self._max_bytes:
             record = b"".join((*self._parts, last)) if self._parts else last
         else:
@@ -170,7 +170,7 @@ def _line_blocks(stream: BinaryIO, piece: units.Piece, block_bytes: int) -> Iter
 def line_groups(
     blocks: Iterator[bytes], options: units.ReadOptions, tell: Callable[[], int], *, is_start: bool = True
 ) -> Iterator[units.Group]:
-    """Read the records of lines of JSON, those of a block at a time."""
+    """Read the records of lines of JSON, a block at a time."""
     most = options.batch_documents
     for lines in split_lines(blocks, options.max_record_bytes, is_start=is_start):
         groups = [_read_lines(lines[begin : begin + most], options) for begin in range(0, len(lines), most)]
@@ -207,8 +207,8 @@ def _texts_of(lines: Sequence[bytes], text_field: str) -> list[str] | None:
 def read_values(raws: Sequence[bytes], options: units.ReadOptions, *, bare_strings: bool = False) -> units.Group:
     """Read raw JSON values one by one; with `bare_strings`, a value may be a text itself.
 
-    An object of which the text alone is wanted is parsed by simdjson, the faster where texts are long. It takes
-    many times the memory of a line, so large ones are left to msgspec, as are whole records: they have many values.
+    If only the text of an object is needed, simdjson parses it, because it is faster for long texts. It needs many
+    times the memory of a line, so msgspec parses large lines. It also parses whole records, which have many values.
     """
     parse_object = partial(simdjson.Parser().parse, recursive=True)
 
@@ -235,14 +235,14 @@ _JSON_WORDS = {
     "Invalid control character at": "unexpected control character in string",
     "Unterminated string starting at": "string without an end",
 }
-"""What is wrong with a record in words that stay: stores keep them."""
+"""Stable wording of JSON errors, because stores save these texts."""
 
 
 def load(raw: bytes, parse: Callable[[bytes], Any] = msgspec.json.decode) -> tuple[Any, bool]:
     """Parse one JSON value: (value, whether its strings are known to be Unicode text); raises RecordError.
 
-    What a fast parser refuses is tried with the standard library, which takes NaN, Infinity and huge numbers, as
-    many programs write them, and halves of surrogate pairs.
+    If the fast parser fails, the standard library tries. It accepts lone surrogates, and the NaN, Infinity and huge
+    numbers that many programs write.
     """
     try:
         return parse(raw), True
@@ -306,7 +306,7 @@ FIELD = "text"
 
 
 def _read_text_file(piece: units.Piece, options: units.ReadOptions) -> Iterator[units.Group]:
-    """Read a text file as one document; newlines are kept as they are, a byte order mark at the start is not."""
+    """Read a text file as one document. Newlines are kept, a byte order mark at the start is dropped."""
     group = units.read_each([piece], lambda piece: _contents(piece, options.max_record_bytes))
     yield _text_group(group, piece.bytes, options)
 
@@ -341,7 +341,7 @@ def _contents(piece: units.Piece, max_bytes: int) -> str:
 
 
 def _line_texts(lines: Sequence[bytes]) -> units.Group:
-    """Read the texts of lines that are not blank, without the end of the line."""
+    """Read the texts of the lines that are not blank, without their newline."""
     try:
         texts = [line.decode().rstrip("\r\n") for line in lines]
     except UnicodeDecodeError:

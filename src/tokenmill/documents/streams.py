@@ -36,7 +36,7 @@ _ZSTD_FEED = 256
 
 
 def most_bytes(size: int, max_expansion: int) -> int:
-    """Return how many bytes a file of a size may hold."""
+    """Return the limit of decompressed bytes for a file of this size."""
     return max(_CAP_BYTES, max_expansion * size)
 
 
@@ -84,11 +84,11 @@ def _gzip_blocks(stream: BinaryIO) -> Iterator[bytes]:
 def _stream_blocks(
     stream: BinaryIO, new: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
 ) -> Iterator[bytes]:
-    """Decompress bzip2 or xz; unlike the files of the standard library, pass over nothing that is no stream."""
+    """Decompress bzip2 or xz; unlike the file classes of the standard library, reject garbage after a stream."""
     decompressor = new()
     while True:
         feed = b""
-        if decompressor.eof:  # another stream may follow, behind a padding of zeros
+        if decompressor.eof:  # another stream may follow, after a padding of zeros
             feed = decompressor.unused_data.lstrip(b"\0")
             while not feed:
                 if not (block := stream.read(_COMPRESSED_BYTES)):
@@ -134,7 +134,7 @@ _DECOMPRESS: Mapping[str, Callable[[BinaryIO], Iterator[bytes]]] = {
 
 
 def open_input(file: InputFile, *, exact: bool) -> BinaryIO:
-    """Open a file that has not shrunk since it was listed; with `exact`, that has not changed its size at all."""
+    """Open a file that has not shrunk since it was listed; with `exact`, its size must be the same."""
     stream = _open(file)
     size = os.fstat(stream.fileno()).st_size
     if size < file.bytes or (exact and size != file.bytes):
@@ -147,7 +147,7 @@ def open_input(file: InputFile, *, exact: bool) -> BinaryIO:
 def open_blocks(
     piece: Piece, max_bytes: int, max_expansion: int = MAX_EXPANSION
 ) -> Iterator[tuple[Iterator[bytes], Callable[[], int]]]:
-    """Give the contents of a file in blocks of at most `max_bytes`, and how many of its bytes have been read."""
+    """Open a file: its content in blocks of at most `max_bytes`, and a function for the bytes read so far."""
     file = piece.file
     with open_input(file, exact=bool(file.compression)) as stream:
         blocks: Iterator[bytes]
@@ -174,10 +174,9 @@ def file_blocks(stream: BinaryIO, file: InputFile, begin: int, end: int, block_b
 
 
 def file_digest(file: InputFile) -> str:
-    """Return 32 hex digits that tell a changed file without reading it whole.
+    """Return 32 hex digits of the size of a file and of its first, middle and last 64 KiB.
 
-    They are of its size and of its first, middle and last 64 KiB, so a change of other bytes that keeps the size
-    is not seen: builds go by the time of change and by `content_digest` as well.
+    A change of other bytes that keeps the size is not detected, so builds use the mtime and `content_digest` too.
     """
     import xxhash
 

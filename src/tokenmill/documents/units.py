@@ -34,9 +34,9 @@ class InputFile:
     path: str
     """Absolute."""
     name: str
-    """Path below the folder that all inputs share, with `/`: the same wherever that folder stands."""
+    """Path below the folder that all inputs share, with `/`. It does not depend on where that folder is."""
     bytes: int
-    """Size on disk when the inputs were listed; more is not read, less is an error."""
+    """Size on disk when the inputs were listed. Bytes added later are not read; a shorter file is an error."""
     suffix: str
     """Says how it is read, such as `.jsonl.gz` (see `inputs`)."""
 
@@ -47,7 +47,7 @@ class InputFile:
 
     @property
     def compression(self) -> str:
-        """How the file as a whole is compressed, such as `.gz`; empty if it is not."""
+        """Compression of the whole file, such as `.gz`; empty if there is none."""
         return next((ending for ending in COMPRESSED if self.suffix.endswith(ending)), "")
 
 
@@ -108,13 +108,13 @@ class ReadOptions:
     batch_documents: int = BATCH_DOCUMENTS
     """A batch ends when it has this many lines or rows; it has less than twice that."""
     max_record_bytes: int = MAX_RECORD_BYTES
-    """A larger line, cell, member or text file is a bad record, and is not held in memory."""
+    """Size limit of a line, cell, member or text file. A larger one is a bad record and is not kept in memory."""
     max_expansion: int = MAX_EXPANSION
     """How many times its size a file may hold of text, compressed or encoded; 4 GiB are always allowed."""
     text_unit: str = "file"
-    """What is a document of a plain text file: the `file`, or each `line` that is not blank."""
+    """Document of a plain text file: the whole `file`, or each `line` that is not blank."""
     delimiter: str | None = None
-    """What stands between the cells of CSV and TSV files; None: a comma, a tab."""
+    """Separator of the cells in CSV and TSV files. None: a comma, a tab."""
     skip_broken: bool = False
     """Whether a file that cannot be read to its end is a bad record where it breaks off; else it raises
     DocumentError."""
@@ -145,7 +145,7 @@ class ReadOptions:
 
 @dataclass(kw_only=True, slots=True)
 class Group:
-    """Some consecutive records as a format reads them, before they are joined to batches.
+    """Consecutive records as a format reads them, before they are joined into batches.
 
     Each line, row or record is a document, bad or blank.
     """
@@ -180,7 +180,7 @@ class Run:
     """Consecutive records of a batch that come from one piece."""
 
     begin: int
-    """Where its documents begin among those of the batch."""
+    """Index of its first document in the batch."""
     piece: int
     """Index into the pieces of the unit."""
     lines: Sequence[int]
@@ -204,7 +204,7 @@ class DocumentBatch:
     """Texts or whole records, as the options ask."""
     bad: list[BadRecord] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
-    """Where they come from, in order."""
+    """Origin of the documents, in order."""
     num_lines: int = 0
     """Lines, rows or records that were read."""
     size: int = 0
@@ -235,7 +235,7 @@ class DocumentBatch:
         return run.piece, run.lines[index - run.begin]
 
     def add(self, group: Group, piece: int, first: int) -> None:
-        """Put records behind these, the first of which is at a line of a piece."""
+        """Append a group whose first record is at line `first` of piece `piece`."""
         num_lines = group.num_lines
         run = Run(begin=len(self.documents), piece=piece, lines=group.lines(first), num_lines=num_lines)
         self.runs.append(run)
@@ -290,11 +290,11 @@ def whole(file: InputFile, chunk_bytes: int) -> Iterator[tuple[int, int, int]]: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """What is known of one kind of file."""
+    """A kind of file: how it is cut and read."""
 
     counts: str
-    """What records are counted in, for people: `line`, `row`, `record`, `member`."""
+    """Noun for its records in messages: `line`, `row`, `record`, `member`."""
     read: Callable[[Piece, ReadOptions], Iterator[Group]]
     """Reads a piece as a stream of groups; raises DocumentError where the file itself is broken."""
     ranges: Callable[[InputFile, int], Iterator[tuple[int, int, int]]] = whole
-    """Cuts a file into pieces of about so many bytes: (begin, end, bytes) of each, in order."""
+    """Cuts a file into pieces of about `chunk_bytes`: (begin, end, bytes) of each, in order."""

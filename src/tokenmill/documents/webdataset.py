@@ -42,7 +42,7 @@ class TarStream:
         self._stream = stream
         self._path = path
         self._num_bytes = num_bytes
-        """Size of the archive, if that is known: of a compressed one it is not."""
+        """Size of the archive; None for a compressed one, as it is unknown."""
         self._position = 0
         self._left = 0
         """Bytes up to the next header."""
@@ -54,7 +54,7 @@ class TarStream:
         while header := self._header():
             kind, own_size = header[156:157], _number(header[124:136])
             if own_size is None:
-                raise self._damaged("a size that is no number")
+                raise self._damaged("a size that is not a number")
             if kind in (_LONG_NAME, _EXTENDED):
                 data = self._small(own_size)
                 if kind == _LONG_NAME:
