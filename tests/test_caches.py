@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 
 import pytest
 
-from tokenmill.caches import private_folder, writable
+from tokenmill.caches import SharedFolder, private_folder, writable
 
 
 @pytest.fixture
@@ -80,3 +83,34 @@ def test_a_folder_that_cannot_be_written_to_is_none(tmp_path):
     (tmp_path / "file").write_text("in the way")
     assert writable(tmp_path / "file") is None
     assert writable(tmp_path / "no" / "such") is None
+
+
+def test_the_last_user_of_a_shared_folder_removes_its_files(tmp_path):
+    first, second = SharedFolder(tmp_path / "a"), SharedFolder(tmp_path / "a")
+    (tmp_path / "a" / "copies").mkdir()
+    (tmp_path / "a" / "copies" / "offsets").write_bytes(b"8")
+    del first
+    assert (tmp_path / "a" / "copies" / "offsets").exists()
+    del second
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_shared_folder_keeps_outlives_its_users(tmp_path):
+    folder = SharedFolder(tmp_path / "a", keep=("rows",))
+    (tmp_path / "a" / "rows").mkdir()
+    (tmp_path / "a" / "offsets").write_bytes(b"8")
+    del folder
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["a", "a/rows"]
+
+
+def test_the_files_of_a_killed_user_are_removed_by_the_next_one_of_any_folder(tmp_path):
+    program = (
+        "import os, signal; from pathlib import Path; from tokenmill.caches import SharedFolder\n"
+        f"folder = SharedFolder(Path({str(tmp_path / 'a')!r})); (folder.path / 'offsets').write_bytes(b'8')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGKILL
+    assert (tmp_path / "a" / "offsets").exists()
+    folder = SharedFolder(tmp_path / "b")
+    assert [path.name for path in tmp_path.iterdir()] == ["b"]
+    assert folder.path.is_dir()

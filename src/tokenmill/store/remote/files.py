@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from tokenmill.caches import private_folder
+from tokenmill.caches import SharedFolder, private_folder
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError, TokenmillError
 from tokenmill.store import layout
 from tokenmill.store.files import new_file, write_all
@@ -91,22 +91,23 @@ class RemoteFiles:
         folder: Path,
         manifest: layout.Manifest,
         listings: dict[str, Future[list[ObjectInfo]]],
-        *,
-        is_spare: bool = False,
+        temporary: SharedFolder | None = None,
     ) -> None:
-        """Read a store; `is_spare`: the folder is not in the mirror that the options name, as that has no room."""
+        """Read a store; `temporary` is its folder if no mirror is named, or if the mirror has no room."""
         self.address = address
         self.network = network
         self.folder = folder
         """Where the small files are, once they were asked for."""
         self._spare: Path | None = None
-        """Where they are instead if the disk of the folder is full."""
+        """Folder for them if the disk of the other one is full."""
+        self._temporary = [temporary] if temporary is not None else []
+        """Folders of temporary copies, which are removed when no process uses them."""
         self._checked: set[Path] = set()
         """Small files that this process has verified."""
         self.manifest = manifest
         self.objects = RemoteObjects(address, network)
         self.mirror: Mirror | None = None
-        if network.options.mirror is not None and network.options.limit_bytes != 0 and not is_spare:
+        if network.options.mirror is not None and network.options.limit_bytes != 0 and temporary is None:
             try:
                 self.mirror = Mirror(folder, folder.parent, network)
                 self.objects.etags |= self.mirror.pins()
@@ -329,6 +330,7 @@ class RemoteFiles:
             spare = private_folder("remote")
             if self._spare is None and spare is not None and spare != self.folder.parent:
                 self._spare = spare / self.folder.name
+                self._temporary.append(_shared(self._spare))
                 warn_unused(self.network, self.folder.parent, error)
                 self._copy(missing)
                 return
@@ -408,17 +410,19 @@ def open_remote(text: str, network: Network) -> RemoteFiles:
     network.counters.bytes += len(body)
     known = xxhash.xxh3_128_hexdigest(f"{address} {address.endpoint}".encode() + body)
     name = f"{re.sub(r'[^A-Za-z0-9._-]', '-', address.name)[:40]}-{known[:16]}"
-    folder, is_spare = _store_folder(address, network, name, body)
-    return RemoteFiles(address, network, folder, layout.read_manifest(folder), listings, is_spare=is_spare)
+    folder, temporary = _store_folder(address, network, name, body)
+    return RemoteFiles(address, network, folder, layout.read_manifest(folder), listings, temporary)
 
 
-def _store_folder(address: Address, network: Network, name: str, manifest: bytes) -> tuple[Path, bool]:
-    """Return a folder for the small files of a store, with its manifest; and whether it is not in the mirror."""
+def _store_folder(
+    address: Address, network: Network, name: str, manifest: bytes
+) -> tuple[Path, SharedFolder | None]:
+    """Return a folder with the manifest of a store; and the same as a temporary one if it is not in a mirror."""
     mirror = network.options.mirror
     if mirror is not None:
         place = Path(mirror).expanduser()
         try:
-            return _with_manifest(place / name, manifest), False
+            return _with_manifest(place / name, manifest), None
         except OSError as error:
             if error.errno not in _FULL:
                 raise ConfigError(
@@ -429,11 +433,17 @@ def _store_folder(address: Address, network: Network, name: str, manifest: bytes
     private = private_folder("remote")
     if private is not None:
         with suppress(OSError):
-            return _with_manifest(private / name, manifest), mirror is not None
+            temporary = _shared(private / name)
+            return _with_manifest(private / name, manifest), temporary
     raise ConfigError(
         f"{address}: there must be a folder for its small files, got none that can be written to; name one as "
         "mirror under [remote]"
     )
+
+
+def _shared(folder: Path) -> SharedFolder:
+    """Use a folder of temporary copies. Row indexes stay, because it takes long to compute them."""
+    return SharedFolder(folder, keep=(layout.ROWS_FOLDER,))
 
 
 def _with_manifest(folder: Path, manifest: bytes) -> Path:
