@@ -109,7 +109,9 @@ def main() -> int:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, sync_playwright() as playwright:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         home = f"http://127.0.0.1:{server.server_port}/"
-        browser = playwright.chromium.launch(executable_path=which("chromium") or which("google-chrome"), args=["--no-sandbox"])
+        browser = playwright.chromium.launch(
+            executable_path=which("chromium") or which("google-chrome"), args=["--no-sandbox"]
+        )
         problems = [*screens(browser, home, folder), *answers(browser, home)]
         browser.close()
         server.shutdown()

@@ -138,7 +138,7 @@ def test_other_files_are_refused_with_the_folder_to_delete(get, tmp_path, change
 def test_documents_that_are_all_gone_are_refused(get, tmp_path):
     get()
     shutil.rmtree(tmp_path / "data")
-    with pytest.raises(StoreExistsError, match=r"documents must stay.*got none \(.*got nothing there"):
+    with pytest.raises(StoreExistsError, match=r"documents must stay.*got none \(no such file or folder"):
         get()
 
 
