@@ -18,6 +18,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import io
+import logging
 import os
 import re
 import shlex
@@ -543,6 +544,7 @@ if __name__ == "__main__":
             if page.parent == ROOT / "examples":  # its commands are for the root of a clone
                 (workplace / "examples").symlink_to(ROOT / "examples")
             os.chdir(workplace)
+            logging.getLogger("tokenmill").setLevel(logging.NOTSET)  # a page before may have turned it on
             if "--write" in sys.argv:
                 print(f"  {correct(page, workplace)} places corrected")
             else:
