@@ -44,6 +44,7 @@ def test_every_option_with_a_value_has_a_plain_metavar(tokenmill, name):
     text = tokenmill(name, "--help").out
     assert not re.search(r"<(int|str|bool|float|path|list|file)", text)
     assert "{" not in text
+    assert not re.search(r"\[\d?\.?\d*x?[<>]=?", text)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -42,6 +42,7 @@ class _PlainHelp:
                 param.display_type_rich = _no_type
             elif param.metavar is None:
                 param.metavar = ""
+            param._get_number_range_help_str = _no_range
             param.help = (param.help or "").removesuffix(".")
         return params
 
@@ -53,6 +54,11 @@ class _PlainHelp:
 
 def _no_type(ctx: object) -> None:
     del ctx
+
+
+def _no_range() -> str:
+    """Leave limits of numbers to the error of a number outside of them."""
+    return ""
 
 
 class _Command(_PlainHelp, TyperCommand):

@@ -330,7 +330,9 @@ def _shown(origin: Origin) -> str:
 
 def when(
     run: ui.RunFile,
-    source: Annotated[str, typer.Option(metavar="NAME", help="Name of the source")],
+    source: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the source", show_default="the only one")
+    ] = None,
     document: Annotated[
         int | None, typer.Option(metavar="N", help="Index of the document, from 0", show_default=False)
     ] = None,
@@ -339,11 +341,13 @@ def when(
     world_size: ui.WorldSize = None,
 ) -> None:
     """List the steps that see a document, past and future."""
+    from tokenmill.run.quarantine import only_source
     from tokenmill.run.uses import source_store
 
     if (document is None) == (find is None):
         raise ConfigError("when: expected one of --document and --find; for example --find url=https://...")
     opened = ui.open_run(run, world_size)
+    source = source or only_source(opened)
     documents = [document] if document is not None else []
     if find is not None:
         with ui.busy("reading kept fields"):

@@ -14,6 +14,7 @@ import typer
 from tokenmill.build.options import GROUPS, OptionHelp, PrepareOptions
 from tokenmill.cli import console as ui
 from tokenmill.errors import ConfigError
+from tokenmill.tables import is_address
 from tokenmill.view.tables import Table
 
 if TYPE_CHECKING:
@@ -355,6 +356,8 @@ def _show_prepared(report: PrepareReport) -> None:
         each = [(store.route, store.documents, store.tokens, store.shards) for store in report.stores]
         tables.append(Table(title="Stores", columns=("name", "documents", "tokens", "shards"), rows=each))
     ui.print_parts(tables)
+    if ui.console.is_terminal and not is_address(str(report.path)) and len(report.stores) == 1:
+        ui.print_note(f"next: tokenmill init {report.path}")
 
 
 def import_(
@@ -472,7 +475,7 @@ def upload(
         str, typer.Argument(metavar="ADDRESS", help="s3://BUCKET/PATH, gs://, az:// or file:///FOLDER")
     ],
     trust_server: Annotated[
-        bool, typer.Option("--trust-server", help="Rely on checksums of an S3 server instead of reading back")
+        bool, typer.Option("--trust-server", help="Trust checksums of an S3 server instead of reading back")
     ] = False,
     json: ui.AsJson = False,
 ) -> None:

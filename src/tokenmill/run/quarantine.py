@@ -66,7 +66,7 @@ def quarantine(
             f"{config}: quarantine needs a native config; write one with `tokenmill plan --to-native`"
         )
     run = Run.from_toml(config)
-    source = source or _only_source(run)
+    source = source or only_source(run)
     store = source_store(run, source)
     values = list(dict.fromkeys(values))
     if not values:
@@ -104,7 +104,8 @@ def read_values(file: Path) -> list[str]:
         raise ConfigError(f"{file}: expected text in UTF-8, got {error}; write one value per line") from None
 
 
-def _only_source(run: Run) -> str:
+def only_source(run: Run) -> str:
+    """Return the name of the only stored source; several are an error that names them."""
     names = list(run.stores)
     if len(names) != 1:
         raise ConfigError(f"source: the run has {len(names)} stored sources; name one of {', '.join(names)}")

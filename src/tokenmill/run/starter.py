@@ -87,7 +87,8 @@ def starter_toml(stores: Sequence[tuple[str, Store]]) -> str:
     if len(stores) > 1:
         run.append(("weights", "tokens", "share per source: by size, or { web = 0.7, code = 0.3 }"))
     lines = [
-        "# A training run of tokenmill. Check it with `tokenmill plan`, then train with `tm.Run.from_toml`.",
+        "# A training run of tokenmill. Check it with `tokenmill plan`, then train:",
+        '# for batch in tokenmill.Run.from_toml("run.toml").loader(micro_batch=8): ...',
         "# Relative paths start at the folder of this file. Reference of all keys: docs/reference/config.md",
         "",
         "[run]",
