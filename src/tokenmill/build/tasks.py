@@ -27,7 +27,7 @@ from tokenmill.build.unit import scan_unit, write_unit
 from tokenmill.documents import Unit, content_digest
 from tokenmill.documents.streams import is_changed
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, TokenmillError
-from tokenmill.store.files import make_folder, write_atomically, write_parts_atomically
+from tokenmill.store.files import make_folder, write_atomically
 from tokenmill.types import Uint8Array
 
 Phase: TypeAlias = Literal["hash", "write"]
@@ -116,7 +116,7 @@ def write_list(
         write_atomically(file, job)
     if phase == "hash":
         make_folder(journal.scans)
-    write_parts_atomically(journal.folder / UNITS, (msgspec.json.encode(head) + b"\n", *lines))
+    write_atomically(journal.folder / UNITS, (msgspec.json.encode(head) + b"\n", *lines))
     return TaskList(head=head, lines=lines)
 
 

@@ -39,7 +39,7 @@ from tokenmill.documents.units import whole
 from tokenmill.encode.recipe.encoder import TOO_LONG
 from tokenmill.errors import DocumentError, StoreError
 from tokenmill.store import StoreSpec
-from tokenmill.store.files import make_folder, sync_folder, write_parts, write_parts_atomically
+from tokenmill.store.files import make_folder, sync_folder, write_atomically, write_parts
 from tokenmill.store.lease import has_ended, this_process
 from tokenmill.store.origins import OriginWriter
 from tokenmill.store.writer import ShardSeries, token_starts
@@ -249,7 +249,7 @@ def scan_unit(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -
         make_folder(scans)
         # Two attempts may run at once; they write the same bytes.
         writer = f"-{this_process()}-{secrets.token_hex(4)}"
-        write_parts_atomically(scans / key, with_checksum(_hashes(opened, unit, key, tick)), writer=writer)
+        write_atomically(scans / key, with_checksum(_hashes(opened, unit, key, tick)), writer=writer)
 
 
 def _hashes(opened: OpenJob, unit: Unit, key: str, tick: Callable[[], None]) -> Iterator[bytes]:

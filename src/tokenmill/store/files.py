@@ -27,18 +27,14 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a small file so that a reader sees the old one or the whole new one, whatever happens."""
-    write_parts_atomically(path, (data,))
+def write_atomically(path: Path, data: bytes | Iterable[bytes], *, writer: str = "") -> None:
+    """Write a file so that a reader sees the old one or the whole new one, also after a crash.
 
-
-def write_parts_atomically(path: Path, parts: Iterable[bytes], *, writer: str = "") -> None:
-    """Write a file part by part, as `write_atomically` does; one part is held in memory at a time.
-
-    Where several may write the same file at once, each names itself as its `writer`.
+    `data` may come in parts, of which only one is in memory. The temporary file has a fixed name, so that the next
+    attempt overwrites what a killed one left. Processes that write one file at once must differ in `writer`.
     """
     temporary = path.with_name(f".tmp-{path.name}{writer}")
-    write_parts(temporary, parts)
+    write_parts(temporary, (data,) if isinstance(data, bytes) else data)
     os.replace(temporary, path)
     sync_folder(path.parent)
 

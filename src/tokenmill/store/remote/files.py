@@ -24,8 +24,8 @@ import xxhash
 from tokenmill.caches import SharedFolder, private_folder
 from tokenmill.errors import ConfigError, StoreCorruptError, StoreError, StoreMissingError, TokenmillError
 from tokenmill.store import layout
-from tokenmill.store.files import new_file, write_all
-from tokenmill.store.lease import locked
+from tokenmill.store.files import new_file, write_all, write_atomically
+from tokenmill.store.lease import locked, this_process
 from tokenmill.store.maps import FileRequest, MappedFile
 from tokenmill.store.ranges import FileRanges, RangeRequest, Request, merged, sparse_map
 from tokenmill.store.remote.client import Address, Client, ObjectInfo, parse_address
@@ -450,6 +450,5 @@ def _with_manifest(folder: Path, manifest: bytes) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / layout.MANIFEST
     if not file.exists() or file.read_bytes() != manifest:
-        with new_file(file) as descriptor:
-            write_all(descriptor, manifest, 0)
+        write_atomically(file, manifest, writer=f"-{this_process()}-{threading.get_ident()}")
     return folder
