@@ -13,7 +13,7 @@ import pytest
 
 import tokenmill as tm
 from tokenmill.encode import Refusal
-from tokenmill.encode.chat import limits, turns
+from tokenmill.encode.chat import limits, sample, turns
 from tokenmill.encode.chat.conversation import Conversation
 from tokenmill.encode.chat.render import render
 from tokenmill.encode.chat.template import ChatTemplate, compile_template, load_template
@@ -277,3 +277,18 @@ def test_a_bomb_ends_a_build_within_20_seconds_of_processor_time(tmp_path):
         )
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime < 20
+
+
+@pytest.mark.parametrize("bomb", ["loops", "one operation"])
+def test_a_bomb_in_the_sample_ends_in_a_process_of_its_own(bomb, monkeypatch):
+    """[S.c] A build renders a sample before its first unit, and never in the process of the user."""
+    before = state_of_the_process()
+    monkeypatch.setattr(
+        sample,
+        "PROGRAM",
+        "from tokenmill.encode.chat import limits; limits.MAX_SECONDS = 0.2; "
+        "limits.HARD_SECONDS = 0.6; from tokenmill.encode.chat.sample import main; main()",
+    )
+    with pytest.raises(ConfigError, match=r"chat template bomb\.jinja: takes more than .* the record of a sample"):
+        _ = encoder_of(BOMBS[bomb]).warnings
+    assert state_of_the_process() == before

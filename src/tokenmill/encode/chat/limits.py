@@ -47,6 +47,11 @@ def enable(note: Path) -> None:
     _worker = _Worker(note)
 
 
+def is_enabled() -> bool:
+    """Return whether this process is a worker with limits."""
+    return _worker is not None
+
+
 def error_of(note: Path) -> ConfigError | None:
     """Return the error of a worker that the system ended, or None if no template was at work."""
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -17,6 +16,7 @@ from tokenmill.encode import Refusal
 from tokenmill.encode.chat.conversation import NO_OPTIONS, Conversation
 from tokenmill.encode.chat.limits import limited
 from tokenmill.encode.chat.render import Rendered, render
+from tokenmill.encode.chat.sample import sample_of
 from tokenmill.encode.chat.template import ChatTemplate, StripRule
 from tokenmill.encode.chat.turns import MARKUP
 from tokenmill.encode.tokenizer import Tokenizer, control_pattern, join, num_shared, split
@@ -365,15 +365,8 @@ class ChatEncoder:
     def _shown(self) -> Rendered | None:
         """Return the render of a plain question and answer; None if the template rejects it."""
         if not self._examples:
-            self._examples.append(self._example())
+            self._examples.append(sample_of(self.template, self.kwargs))
         return self._examples[0]
-
-    def _example(self) -> Rendered | None:
-        for content in ("a", [{"type": "text", "text": "a"}]):
-            messages = [{"role": role, "content": content} for role in ("user", "assistant")]
-            with suppress(Refusal), limited(self.template.where, "of a sample"):
-                return render(self.template, messages, kwargs=self.kwargs)
-        return None
 
     def encode(self, conversations: Sequence[Conversation], places: Sequence[str] = ()) -> ChatEncoded:
         """Render and encode conversations; those that cannot be verified are rejected.
