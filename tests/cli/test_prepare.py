@@ -119,11 +119,14 @@ def test_several_stores_are_listed(tokenmill, folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--on-error", "skpi"], r"on_error: expected one of stop, skip, got 'skpi'; did you mean 'skip'\?"),
+        (["--on-error", "skpi"], r"--on-error: expected one of stop, skip, got 'skpi'; did you mean 'skip'\?"),
         (["--workers", 0], r"workers: must be at least 1, got 0; leave it out.*"),
-        (["--tokenizer", "nowhere.json"], r".*nowhere\.json.*got .*; .*"),
-        (["--max-tokens-per-shard", 0], r".*max_tokens_per_shard: must be .* from 1 to .*, got 0; .+"),
-        (["--max-tokens-per-shard", -3], r".*max_tokens_per_shard: must be .* from 1 to .*, got -3; .+"),
+        (["--tokenizer", "nowhere.json"], r"tokenizer not found: .nowhere\.json.; .*"),
+        (["--max-tokens-per-shard", 0], r".*max_tokens_per_shard: expected a whole number from 1 .*, got 0; .+"),
+        (
+            ["--max-tokens-per-shard", -3],
+            r".*max_tokens_per_shard: expected a whole number from 1 .*, got -3; .+",
+        ),
         (["--text-field", ""], r".*text_field.*got .*; .*"),
         (["--tokenizer-engine", "warp"], r".*engine.*got 'warp'; .*"),
     ],
@@ -143,7 +146,7 @@ def test_an_input_that_cannot_be_read_is_named(tokenmill, folder, monkeypatch, n
     monkeypatch.chdir(folder)
     done = tokenmill("prepare", name, "--out", folder / "new")
     assert (done.code, done.out) == (code, "")
-    assert re.fullmatch(rf"error: .*{re.escape(name)}: .*, got .*; .*\n", done.err)
+    assert re.fullmatch(rf"error: .*{re.escape(name)}[:;] .+\n", done.err)
 
 
 def test_out_in_the_folder_of_the_inputs_deletes_none_of_them(tokenmill, folder):
@@ -277,7 +280,7 @@ def test_export_says_what_was_written_and_who_read_it_back(tokenmill, folder, tm
     web = folder / "stores" / "web"
     done = tokenmill("export", web, "--format", "npy", "--out", tmp_path / "npy")
     assert (done.code, done.err) == (0, "")
-    assert re.search(r"read back +[\d,]+ numbers, with tokenmill and numpy", done.out)
+    assert re.search(r"read back +[\d,]+ numbers, all equal to the store", done.out)
     report = tokenmill("export", web, "--format", "astrai-bin", "--out", tmp_path / "astrai", "--json").json
     assert (report["documents"], report["keys"]) == (60, ["sequence"])
     assert tokenmill("verify", tmp_path / "npy", tmp_path / "astrai").code == 0
@@ -294,9 +297,7 @@ def test_upload_copies_a_store_and_says_what_it_sent(tokenmill, folder, tmp_path
     again = tokenmill("upload", store, address)
     assert "0 files" in again.out
     assert "all files, by reading them back" in again.out
-    here, there = (json.loads((path / "manifest.json").read_bytes()) for path in (store, tmp_path / "remote"))
-    assert here.pop("checksum") != there.pop("checksum")
-    assert here == there
+    assert (store / "manifest.json").read_bytes() == (tmp_path / "remote" / "manifest.json").read_bytes()
 
 
 def test_roles_turns_and_the_system_are_said_on_the_command_line(tokenmill, tmp_path):

@@ -165,7 +165,7 @@ def test_an_error_is_our_text_with_its_way_out(site, address, message):
 
 
 def test_a_view_that_there_is_not_is_said(site):
-    assert "must be a view" in site.page("nosuch", 404)
+    assert "unknown view" in site.page("nosuch", 404)
     assert "view: must be one that there is" in site.api("nosuch", 400)["error"]
 
 
