@@ -182,7 +182,7 @@ NOTES: Mapping[str, str] = {
     "empty_answers": "an answer without a text is trained as its end-of-turn token alone",
     "equal_pair": "chosen and rejected have the same tokens",
     "flags_of_training": "messages say themselves whether they are trained on",
-    "kept_field_missing": "a field of --keep is missing",
+    "kept_field_missing": "a field to keep is missing",
     "reasoning_dropped": "the template leaves out the reasoning of a message",
     "system_field": "the system text was taken from a field of its own",
     "system_prompt_not_read": "nothing reads the field `system_prompt`; name it with `names.fields` of a recipe",
