@@ -10,7 +10,7 @@
     │   ├── StoreMissingError(FileNotFoundError)   nothing, or nothing finished, at that path
     │   ├── StoreExistsError(FileExistsError)      something finished is already there
     │   ├── StoreBusyError(BlockingIOError)        another process writes to it now
-    │   ├── StoreCorruptError                      its files are not what its manifest says
+    │   ├── StoreCorruptError                      its files do not match its manifest
     │   │   └── StoreFileMissingError(StoreMissingError)   a file that its manifest lists does not exist
     │   └── StoreUnreachableError(ConnectionError) object storage did not answer in time
     ├── PlanError(IndexError)          a step, row or document outside the plan
@@ -18,8 +18,8 @@
     ├── WorkerLostError(RuntimeError)  work that was lost with a process or a machine: to try again may help
     └── MissingExtraError(ImportError) a framework that an adapter needs is not installed
 
-A message reads: what is wrong: value; way out. It names options as arguments of Python, such as `workers=1` or
-`text_field=...`; the command line prints them as its flags.
+A message states the problem, its value, and the way out. It names options as arguments of Python, such as
+`workers=1` or `text_field=...`; the command line prints them as its flags.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ _SECRETS = re.compile(
     r"""(\w\w:/{1,2})(?:[^/\s'"]*@|[^/\s:@'"]*:(?!\d*(?:[/\s'"]|$))[^\s@'"]*@)"""
     r"""|(\bhf:)(?!(?!hf_)[\w.-]+(?:/[\w.-]+)?@[\w./-]+(?!:?[\w.@/-]))[^\s'"]*@"""
 )
-"""What stands before the host of an address, also where `Path` has taken a slash from it, or a key has slashes; and
-what stands before the @ of a dataset that is written like an address. NAME@REVISION is no secret, unless it begins
-as a token does."""
+"""User and password of an address, also if `Path` removed a slash or a key contains slashes, and the text before
+the @ of a dataset written like an address. NAME@REVISION is not a secret, unless it begins like a token."""
 
 
 def without_secrets(text: str) -> str:
@@ -50,8 +49,8 @@ def without_secrets(text: str) -> str:
     's3://bucket/a: no file, got https://host:80/b@c'
     >>> without_secrets("hf:me:SEC/RET@data: no dataset")
     'hf:data: no dataset'
-    >>> without_secrets("hf:org/name@main is there, hf:me:SECRET@main is not")
-    'hf:org/name@main is there, hf:main is not'
+    >>> without_secrets("hf:org/name@main exists, hf:me:SECRET@main does not")
+    'hf:org/name@main exists, hf:main does not'
     """
     return _SECRETS.sub(r"\1\2", text) if "@" in text else text
 
@@ -86,7 +85,7 @@ class TokenmillError(Exception):
     """Base of all errors that tokenmill raises on purpose. Passwords in addresses are removed from messages.
 
     Args:
-        args: The message: what is wrong, its value, and the way out.
+        args: The message, with the problem, its value, and the way out.
 
     Examples:
         >>> import tokenmill as tm
@@ -133,7 +132,7 @@ class TokenizerMissingError(TokenizerError, FileNotFoundError):
 class StoreError(TokenmillError, ValueError):
     """A store cannot be used, or not be written. It is a ValueError as well.
 
-    Subclasses tell the cases apart, such as a missing, existing, busy or corrupt store: see `tokenmill.errors`.
+    Subclasses separate missing, existing, busy and corrupt stores: see `tokenmill.errors`.
 
     Examples:
         >>> import tokenmill as tm
@@ -150,7 +149,7 @@ class StoreMissingError(StoreError, FileNotFoundError):
 
 
 class StoreExistsError(StoreError, FileExistsError):
-    """A finished store stands where a new one was to be written."""
+    """A finished store exists at the path of a new one."""
 
 
 class StoreBusyError(StoreError, BlockingIOError):
@@ -158,7 +157,7 @@ class StoreBusyError(StoreError, BlockingIOError):
 
 
 class StoreCorruptError(StoreError):
-    """The files of a store are not what its manifest says."""
+    """The files of a store do not match its manifest."""
 
 
 class StoreFileMissingError(StoreCorruptError, StoreMissingError):

@@ -62,7 +62,7 @@ def read_table(
 ) -> T:
     """Return a table as a record of a kind; names, presence and types are checked, all the way down.
 
-    `where` names the table in errors: keys stand behind it after a dot, or after a blank where it ends with a
+    `where` names the table in errors: keys follow it after a dot, or after a blank if it ends with a
     colon, as for a file: `run.steps: must be ...`, `a.json: steps: must be ...`. A `way_out` ends all of them in
     place of what to write, as for states, which nobody writes by hand.
     """

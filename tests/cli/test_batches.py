@@ -196,7 +196,7 @@ def test_a_state_in_the_middle_of_a_step_is_refused_as_whole_steps_are_drawn(tok
     done = tokenmill("batches", folder / "run.toml", "--micro-batch", 2, "--state", state)
     assert (done.code, done.out) == (1, "")
     assert re.fullmatch(
-        r"error: .*state\.json: must stand between two steps, got 1 micro-batches .*; use .*\n", done.err
+        r"error: .*state\.json: the state was saved 1 micro-batches into step .*; use .*\n", done.err
     )
 
 

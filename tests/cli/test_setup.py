@@ -33,8 +33,8 @@ def test_init_writes_paths_that_start_at_the_config(tokenmill, tmp_path, make_st
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "no stores given; name the stores to train on"),
-        (("stores/web", "--demo"), "--demo writes a store of its own"),
+        ((), "init: no stores; pass the stores to train on"),
+        (("stores/web", "--demo"), "--demo cannot be combined with stores"),
         (("stores/web", "-o", "there.toml"), "file exists: there.toml; choose another name"),
         (("stores/web", "-o", "run.txt"), "a config must end in .toml, got 'run.txt'"),
         (("stores/web", "-o", "no/run.toml"), "folder not found: no; create it first"),

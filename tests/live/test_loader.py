@@ -332,7 +332,7 @@ def test_windows_that_the_run_does_not_come_to_are_not_asked_for(
 
 
 def test_epochs_are_refused_with_the_way_out(make_source):
-    with pytest.raises(ConfigError, match=r"epochs = 2 cannot be combined with live text.*\(eager\)"):
+    with pytest.raises(ConfigError, match=r"epochs: 2 cannot be combined with live text.*\(eager\)"):
         LiveLoader(make_source(), steps=3, global_batch_size=4, epochs=2)
 
 

@@ -205,7 +205,7 @@ def _possibility(error: Any) -> str:  # noqa: ANN401 - typer has no public name 
 
 
 def _sentence(message: str, possibility: str, help_command: str) -> str:
-    """Return a message of typer in our words: what is wrong, then the way out.
+    """Return a message of typer in the form of our errors: the problem, then the way out.
 
     >>> _sentence("No such command 'pla'. Did you mean 'plan', 'fork'?", "'plan'", "tokenmill --help")
     "no such command 'pla'; did you mean 'plan'?"
@@ -218,7 +218,7 @@ def _sentence(message: str, possibility: str, help_command: str) -> str:
 
 
 def _path_problem(error: OSError) -> tuple[str, int]:
-    """Return what is wrong with a path, and the exit code."""
+    """Return the message and the exit code of an error of a path."""
     if isinstance(error, FileNotFoundError):
         return f"file not found: {error.filename}; fix the path", 2
     if error.errno in FULL:

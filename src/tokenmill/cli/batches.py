@@ -173,8 +173,8 @@ def _read_state(file: Path | None, steps: str) -> dict[str, Any] | None:
         raise ResumeError(f"{file}: must be a state in JSON, got {error}; remove it to start over") from None
     if isinstance(saved, dict) and saved.get("batches"):
         raise ResumeError(
-            f"{file}: must stand between two steps, got {saved['batches']} micro-batches into step "
-            f"{saved.get('step')}; use a state that was saved after a whole step"
+            f"{file}: the state was saved {saved['batches']} micro-batches into step {saved.get('step')}; use one "
+            "that was saved between two steps"
         )
     return saved
 

@@ -123,7 +123,7 @@ def with_loudness(command: Callable[..., None]) -> Callable[..., None]:
 
 
 class _LogPrinter(logging.Handler):
-    """Prints what is logged on stderr; of other packages only warnings and errors, as Python does by default."""
+    """Prints log records on stderr, and only warnings and errors of other packages, as Python does by default."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Pass records of tokenmill at any level that its logger has, and warnings of others."""
@@ -284,7 +284,7 @@ def find_documents(store: Store, text: str) -> list[int]:
 
 
 def tokenizer_for(store: Store, spec: str | None) -> Tokenizer | None:
-    """Open the tokenizer that made a store, to show its texts; where there is none, print why on stderr."""
+    """Open the tokenizer that made a store, to show its texts; print a warning if it is missing."""
     from tokenmill.inspect.stores import tokenizer_of, why_no_texts
 
     tokenizer = tokenizer_of(store, spec)
@@ -407,7 +407,7 @@ def _print_plain(line: str) -> None:
 
 
 def show_error(message: str) -> None:
-    """Write what is wrong to stderr."""
+    """Print an error on stderr."""
     text = Text.assemble(("error:", "bold red"), " ", without_secrets(message))
     errors.print(text, highlight=False, soft_wrap=True)
 

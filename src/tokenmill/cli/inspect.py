@@ -169,14 +169,13 @@ def _token(text: str | None, control: bool) -> str | None:
 
 
 def _open_run(path: Path | str, options: ForeignOptions) -> Run:
-    """Open a run, and print on stderr what its live text is, as that has no store."""
+    """Open a run, and describe its live text, which has no store, on stderr."""
     from tokenmill.run.run import Run
 
     if options.given:
         name, value = next(iter(options.given.items()))
         raise ConfigError(
-            f"{path}: what files of other projects are must be said in the config of a run, got {name} = "
-            f"{value!r} beside it; write it under [[sources]]"
+            f"{path}: {name} = {value!r} cannot be combined with a run; write it under [[sources]] of the config"
         )
     run = Run.from_toml(path)
     for name, rows in run.live.items():
@@ -189,7 +188,7 @@ def _open_run(path: Path | str, options: ForeignOptions) -> Run:
 
 
 def _show_examples(console: Console, examples: list[Example]) -> None:
-    """Print examples; what is trained, and control tokens, stand out by colour, or by brackets where none is."""
+    """Print examples. Trained text and special tokens have a colour, or brackets without colours."""
     coloured = console.is_terminal and console.color_system is not None and not console.no_color
     trained_marks, control_marks = (("", ""), ("", "")) if coloured else (MARKS, CONTROLS)
     how = (

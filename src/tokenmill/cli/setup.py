@@ -33,9 +33,9 @@ def init(
 
     if bool(stores) == demo:
         raise ConfigError(
-            "init: no stores given; name the stores to train on, such as stores/web, or pass --demo"
+            "init: no stores; pass the stores to train on, such as stores/web, or --demo"
             if not demo
-            else "init: --demo writes a store of its own; remove the other stores, or --demo"
+            else "init: --demo cannot be combined with stores; remove one"
         )
     if out.exists():
         raise ConfigError(f"file exists: {out}; choose another name with --out, or remove it")

@@ -173,7 +173,7 @@ def verdict_table(verdicts: Sequence[tuple[str, str]]) -> Table:
 def step_parts(
     step: int, stage: str, seq_len: int, uses: Sequence[BatchRow], texts: Sequence[Mapping[str, object]]
 ) -> Iterator[Part]:
-    """Yield what a step holds: how many rows of which source, and its first documents with their texts."""
+    """Yield the rows per source of a step, and its first documents with their texts."""
     counts = Counter(use.source for use in uses)
     sources = ", ".join(f"{name} {count:,}" for name, count in counts.most_common(MAX_SHARES))
     others = f", {len(counts) - MAX_SHARES:,} more" if len(counts) > MAX_SHARES else ""

@@ -43,7 +43,7 @@ def shortened(text: str, width: int, *, middle: bool = False) -> str:
 
 
 def _cut(text: str, width: int) -> str:
-    """Return as many of the first characters as fit."""
+    """Return the first characters that fit."""
     kept = text[: max(0, width)]
     while cell_len(kept) > width:
         kept = kept[:-1]

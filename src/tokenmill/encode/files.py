@@ -70,7 +70,7 @@ def is_beside(path: Path) -> bool:
     """
     if not path.is_file() and (path.is_symlink() or path.exists()):
         kind = "a broken symlink" if path.is_symlink() else "not a regular file"
-        raise TokenizerError(f"{path} is {kind}; copy the tokenizer again, or remove it")
+        raise TokenizerError(f"{path}: {kind}; copy the tokenizer again, or remove it")
     return path.is_file()
 
 

@@ -552,7 +552,7 @@ class LiveLoader(Loader):
         """Make a plan of `steps` with `global_batch_size` rows each, over all ranks; `epochs` raises an error."""
         if epochs is not None:
             raise ConfigError(
-                f"epochs = {epochs} cannot be combined with live text, because no rank knows the rows of the "
+                f"epochs: {epochs} cannot be combined with live text, because no rank knows the rows of the "
                 "others; pass steps, or make the documents a source of a run, which prepares them once (eager)"
             )
         if steps < 1 or global_batch_size < 1:

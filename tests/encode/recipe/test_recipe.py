@@ -99,7 +99,9 @@ def test_a_misspelt_key_is_an_error_that_names_the_nearest(path, key, meant):
 
 @pytest.mark.parametrize("key", ["list_feild", "mask_keys"])
 def test_a_misspelt_key_of_a_source_is_an_error_that_says_where(key):
-    with pytest.raises(ConfigError, match=rf"^recipe: input\.sources\.responses: unknown key: '{key}'; did you mean"):
+    with pytest.raises(
+        ConfigError, match=rf"^recipe: input\.sources\.responses: unknown key: '{key}'; did you mean"
+    ):
         load_recipe(changed(GROUPS, ("input", "sources", "responses", key), True))
 
 
