@@ -232,7 +232,9 @@ from pathlib import Path
 
 sys.path.insert(0, sys.argv[1])
 from tokenmill.run.run import Run
-from test_lightning import BATCH, SEQ_LEN, Bigrams, LiveLoader, LiveOptions, RunData, open_live, trained
+from test_lightning import (
+    BATCH, SEQ_LEN, Bigrams, LiveLoader, LiveOptions, LoaderOptions, RunData, open_live, trained
+)
 
 folder = Path(sys.argv[2])
 run = Run.from_toml(folder / "run.toml")
