@@ -110,7 +110,7 @@ def test_a_unit_that_fails_is_told_as_failed_until_it_is_done(corpus, tmp_path):
 def test_the_reason_of_a_unit_that_fails_is_that_of_its_first_bad_record(corpus, tmp_path):
     """As the error of the build names it."""
     corpus.write_text('{"text": "a"}\n{"text": 1}\n{"text": "b"}\nno record\n', encoding="utf-8")
-    with pytest.raises(DocumentError, match=r"a\.jsonl:2: the text must be"):
+    with pytest.raises(DocumentError, match=r"a\.jsonl:2: a text must be"):
         tm.prepare(corpus, out=tmp_path / "store", tokenizer="bytes", workers=1, progress=False)
     (why,) = build_status(tmp_path / "store").failed.values()
     assert why.startswith(f"{corpus}: not_text, ")
