@@ -1,4 +1,4 @@
-"""What runs a tokenizer: the fast engine, the reference engines, and the proof that they agree."""
+"""Engines of tokenizers: the fast engine, the references, and the check that they agree."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def _is_divergent(text: str) -> bool:
 def _open_fast(
     file: files.JsonFile | files.RankFile, identity: TokenizerIdentity, open_reference: Callable[[], Tokenizer]
 ) -> FastTokenizer:
-    """Give a file to fastokens; what it does not support (a gap in the ranks) raises `TokenizerError`."""
+    """Load a file in fastokens; raise `TokenizerError` for what it does not support, such as a gap in the ranks."""
     try:
         from fastokens import Tokenizer as Native
     except ImportError as error:
@@ -468,7 +468,7 @@ _ENGINES: Mapping[str, tuple[str, ...]] = {
 
 
 def engines_of(spec: str) -> tuple[str, ...]:
-    """Return what can run a tokenizer: the engine that "auto" stands for, and last the reference.
+    """Return the engines that can run a tokenizer: first the one that "auto" means, last the reference.
 
     >>> engines_of("bytes"), engines_of("models/tokenizer.json")
     (('bytes',), ('fastokens', 'tokenizers'))
@@ -602,7 +602,7 @@ def _refuse_spelled(tokenizer: Tokenizer, controls: Mapping[str, int], spec: str
             )
 
 
-# Whether the fast engine gives the ids of the reference, shown on a sample of the corpus and on hard texts.
+# The check that the fast engine gives the ids of the reference, on a sample of the corpus and on hard texts.
 
 _CONTROL_STRINGS = (
     "<s>", "</s>", "<unk>", "<pad>", "<mask>", "<bos>", "<eos>", "[BOS]", "[EOS]", "[PAD]", "[UNK]", "[CLS]",

@@ -1,4 +1,4 @@
-"""The files that define a tokenizer: a `tokenizer.json` and the files beside it, a rank file, or a `.model`."""
+"""Files that define a tokenizer: a `tokenizer.json` and the files next to it, a rank file, or a `.model`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 CONFIG = "tokenizer_config.json"
 SIBLINGS = (CONFIG, "special_tokens_map.json")
-"""Beside a `tokenizer.json`, in order of authority."""
+"""Files next to a `tokenizer.json`, in order of authority."""
 MODEL_SUFFIX = ".model"
 """Of files of SentencePiece, and of the rank file that Meta publishes with Llama 3."""
 _TIKTOKEN = "tiktoken:"
@@ -106,7 +106,7 @@ def copy_of(spec: str) -> dict[str, bytes]:
 
 
 def spec_of_copy(folder: Path) -> str | None:
-    """Return what names the tokenizer whose copy is in a folder; None if there is none."""
+    """Return the name of the tokenizer whose copy is in a folder; None if the folder has no copy."""
     for ranks in sorted(folder.glob("*.tiktoken")):
         encoding_file = ranks.with_suffix(".json")
         return f"{_TIKTOKEN}{ranks}?encoding={encoding_file if encoding_file.is_file() else ranks.stem}"
@@ -114,7 +114,7 @@ def spec_of_copy(folder: Path) -> str | None:
 
 
 def _in_folder(path: Path) -> Path:
-    """Return the file that a folder stands for: its `tokenizer.json`, else its `tokenizer.model`."""
+    """Return the tokenizer file of a folder: its `tokenizer.json`, otherwise its `tokenizer.model`."""
     if not path.is_dir():
         return path
     model = path / f"tokenizer{MODEL_SUFFIX}"
@@ -163,7 +163,7 @@ class JsonFile:
     """Whether some control strings are looked for in normalized text."""
 
     def words(self, names: Iterable[str]) -> set[str]:
-        """Return those of the names that the model gives to a text that spells them."""
+        """Return the names that are words of the model, so that it gives their ids to a text that spells them."""
         words = {name for name in names if name in self.model_ids}
         if not words or self.merges is None:
             return words
@@ -278,7 +278,7 @@ def _model_ids(vocab: dict[str, int] | list[list[Any]]) -> dict[str, int]:
 
 
 def _added_ids(value: dict[str, Any], path: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the ids of all added tokens, and of those that are control strings."""
+    """Return the ids of all added tokens, and of the special tokens among them."""
     added: dict[str, int] = {}
     special: dict[str, int] = {}
     for token in value.get("added_tokens") or []:
@@ -300,7 +300,7 @@ def _unknown(model: dict[str, Any]) -> str | None:
 
 
 def _only_merges(model: dict[str, Any]) -> bool:
-    """Tell whether a model makes its words by merges alone, as plain BPE does."""
+    """Return whether a model makes its words by merges only, as plain BPE does."""
     marks = ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")
     return model.get("type", "BPE") == "BPE" and not any(map(model.get, marks))
 
@@ -312,7 +312,7 @@ _ROLES: Mapping[str, tuple[str, ...]] = {"bos_token": BOS_NAMES, "eos_token": EO
 def _named(
     role: str, path: Path, placed: Mapping[str, str], special_ids: Mapping[str, int]
 ) -> tuple[str | None, str]:
-    """Return which string is BOS, EOS or PAD, and what says so; null in a file means that there is none."""
+    """Return the string of BOS, EOS or PAD and the file that names it; null in a file means no such token."""
     for name in SIBLINGS:
         sibling = path.parent / name
         value = read_object(_read(sibling), sibling) if is_beside(sibling) else {}
@@ -340,7 +340,7 @@ def _says_no_bos(config: Path) -> bool:
 
 
 def _placed(post_processor: object) -> dict[str, str]:
-    """Return the string that a post-processor puts before every text, and the one behind it, by their roles."""
+    """Return the strings that a post-processor inserts before and after every text, by their roles."""
     if not isinstance(post_processor, dict):
         return {}
     placed: dict[str, str] = {}
@@ -471,7 +471,7 @@ class RankFile:
     vocabulary: Vocabulary
 
     def strings(self) -> dict[int, bytes]:
-        """Return what each id stands for; ids that the encoding leaves unused are absent."""
+        """Return the bytes of each id; ids that the encoding leaves unused are absent."""
         strings = {rank: token for token, rank in self.ranks.items()}
         strings.update({id_: name.encode() for name, id_ in self.encoding.special_ids.items()})
         return strings
@@ -606,7 +606,7 @@ def _parse_ranks(data: bytes, path: Path) -> dict[bytes, int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFile:
-    """A `.model` file, opened by SentencePiece, which alone knows what it holds."""
+    """A `.model` file, opened by SentencePiece, the only library that reads it."""
 
     path: Path
     native: sentencepiece.SentencePieceProcessor = field(repr=False)

@@ -25,7 +25,7 @@ KINDS = ("bytes", "tokenizer.json", "tiktoken", "sentencepiece")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizerIdentity:
-    """What makes two token ids mean the same. The engine is no part of it: engines must agree."""
+    """Identity of a tokenizer: ids of equal identities mean the same. The engine is not part of it."""
 
     kind: str
     """One of `KINDS`."""
@@ -79,7 +79,7 @@ class TokenizerIdentity:
 
     @property
     def digest(self) -> str:
-        """32 hex digits that stand for the whole identity."""
+        """32 hex digits of the whole identity."""
         return digest(self.to_json())
 
 
@@ -108,14 +108,14 @@ class Tokenizer(Protocol):
         """Return the ids of each text, in which control strings have become their ids."""
 
     def decode(self, ids: AnyArray) -> str:
-        """Return the text of ids: U+FFFD for what is not UTF-8, control ids as their strings.
+        """Return the text of ids: U+FFFD for bytes that are not UTF-8, special ids as their strings.
 
         An id outside the vocabulary raises `TokenizerError`.
         """
 
 
 def content_digest(*parts: bytes) -> str:
-    """Return the 32 hex digits that stand for the bytes that define a tokenizer."""
+    """Return 32 hex digits of the bytes that define a tokenizer."""
     state = xxhash.xxh3_128()
     for part in parts:
         state.update(part)
@@ -142,7 +142,7 @@ def split(encoded: Encoded) -> list[AnyArray]:
 
 REPLACEMENT = "\ufffd"
 _MOST_BYTES = 4
-"""Of a character, so that it is spread over at most so many tokens."""
+"""Bytes of a character in UTF-8, and so the number of tokens that it can be spread over."""
 TOKENS_AROUND = 8
 """Tokens before and after a part of a text that decide how the tokens at its edges read."""
 
@@ -210,7 +210,7 @@ def _character_end(tokenizer: Tokenizer, ids: AnyArray, alone: Sequence[str], be
 
 
 def num_shared(left: AnyArray, right: AnyArray) -> int:
-    """Return how many ids two texts have in common at their start."""
+    """Return the number of ids that two texts share at their start."""
     size = min(left.size, right.size)
     differs = np.flatnonzero(left[:size] != right[:size])
     return int(differs[0]) if differs.size else size
@@ -266,7 +266,7 @@ def without_controls(text: str, names: tuple[str, ...]) -> str:
 
 
 def encode_between(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
-    """Give control strings their ids, and encode every piece of text before, between and behind them alone."""
+    """Map special tokens to their ids, and encode each piece of text before, between and after them on its own."""
     pattern = control_pattern(tuple(tokenizer.special_ids))
     controls = [[tokenizer.special_ids[name] for name in pattern.findall(text)] for text in texts]
     pieces = split(tokenizer.encode([piece for text in texts for piece in pattern.split(text)]))
@@ -333,10 +333,10 @@ PAD_NAMES = ("<pad>", "<|pad|>", "[PAD]", "<PAD>", "<｜▁pad▁｜>", "<|finet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Vocabulary:
-    """The strings and ids of a tokenizer, before it is settled how documents are framed."""
+    """A tokenizer's vocabulary, before the BOS and EOS options are applied."""
 
     where: str
-    """What the user called the tokenizer, for messages."""
+    """Name of the tokenizer in messages, as the user wrote it."""
     kind: str
     content: str
     vocab_size: int
@@ -355,7 +355,7 @@ class Vocabulary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Framing:
-    """What the caller says of BOS and EOS; None leaves it to the tokenizer."""
+    """BOS and EOS options of the caller; None leaves the choice to the tokenizer."""
 
     add_bos: bool | None = None
     add_eos: bool | None = None
@@ -367,7 +367,7 @@ class Framing:
 
 
 def identify(vocabulary: Vocabulary, framing: Framing) -> TokenizerIdentity:
-    """Settle BOS, EOS and PAD: what the caller wants, else what the tokenizer has.
+    """Determine BOS, EOS and PAD: those of the caller, otherwise those of the tokenizer.
 
     By default a document gets BOS and EOS if there are any, but no BOS where the files of the tokenizer say so.
     Where both are one id only EOS is added, or only BOS if that is asked for: never two in a row.
@@ -404,19 +404,19 @@ TURN_ENDS = (
     "<|END_OF_TURN_TOKEN|>", "<|end_of_turn|>", "<|endofturn|>", "<|return|>", "<|call|>", "<|user|>",
     "<|observation|>", "<|assistant_end|>", "<|user_end|>", "<|role_end|>", "<end_of_utterance>", "[/INST]",
 )  # fmt: skip
-"""Strings that end a turn of a chat; the tokenizers of instruct models call one of them EOS."""
+"""End-of-turn tokens. The tokenizers of instruct models use one of them as EOS."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedFraming:
-    """Which strings BOS and EOS are, and what says so."""
+    """The strings of BOS and EOS, and the source that names them."""
 
     line: str
     """Both, for people."""
     turn_end: str | None
     """EOS, if it is added, ends a turn of a chat, and the caller did not ask for it."""
     end_of_text: str | None
-    """A control string that is better known as the end of a text."""
+    """A special token that usually ends a text."""
 
 
 def named_framing(vocabulary: Vocabulary, framing: Framing) -> NamedFraming:
@@ -489,11 +489,11 @@ def frame(encoded: Encoded, identity: TokenizerIdentity) -> Encoded:
 
 
 _LONG = 400
-"""Tokens a document from which on it is faster to copy documents one by one."""
+"""Mean tokens per document above which copying documents one by one is faster."""
 
 
 def place(encoded: Encoded, needs_bos: BoolArray, needs_eos: BoolArray, identity: TokenizerIdentity) -> Encoded:
-    """Put BOS before some documents and EOS behind some, and cast the ids to `token_dtype`."""
+    """Insert BOS before some documents and EOS after some, and cast the ids to `token_dtype`."""
     dtype = token_dtype(identity.vocab_size)
     offsets = encoded.offsets.astype(np.int64)
     offsets[1:] += np.cumsum(needs_bos.astype(np.int64) + needs_eos)
@@ -518,7 +518,7 @@ def _is_one(values: BoolArray) -> bool:
 
 
 def _join(encoded: Encoded, bos: BoolArray, eos: BoolArray, identity: TokenizerIdentity) -> AnyArray:
-    """Join documents that all get BOS, or none, and all EOS, or none: what stands between two is the same."""
+    """Join documents that all get the same BOS and EOS, so that the ids between two documents are the same."""
     dtype = token_dtype(identity.vocab_size)
     ids = np.ascontiguousarray(encoded.ids, dtype).data
     documents = [ids[begin:end] for begin, end in pairwise(encoded.offsets.tolist())]
@@ -528,7 +528,7 @@ def _join(encoded: Encoded, bos: BoolArray, eos: BoolArray, identity: TokenizerI
 
 
 def _lacks(ids: AnyArray, at: Int64Array, filled: BoolArray, wanted: int | None) -> BoolArray:
-    """Return for which documents the id at `at` is not yet the wanted one; none where nothing is wanted."""
+    """Return the documents whose id at `at` is not yet the wanted one; no document if no id is wanted."""
     if wanted is None:
         return np.zeros(at.size, np.bool_)
     lacks = np.ones(at.size, np.bool_)
@@ -551,7 +551,7 @@ def _refuse_overflow(encoded: Encoded, vocab_size: int) -> None:
 
 
 def with_second_bos(ids: AnyArray, offsets: Int64Array, identity: TokenizerIdentity) -> list[int]:
-    """Return the documents in which BOS stands twice in a row, as control strings in a text can make it."""
+    """Return the documents in which BOS appears twice in a row, because of special tokens in a text."""
     if not identity.add_bos or identity.bos_id == identity.eos_id:
         return []
     is_bos = ids == identity.bos_id

@@ -89,7 +89,7 @@ class Ragged:
 
     @property
     def positions(self) -> Uint32Array:
-        """Of each token, how many of its item stand before it."""
+        """Position of each token in its item."""
         return (np.arange(self.ids.size) - np.repeat(self.offsets[:-1], self.lengths)).astype("<u4")
 
     def taken(self, items: Int64Array) -> Ragged:
@@ -181,9 +181,9 @@ def lay_out(encoded: Encoded, items: extract.PlainItems, identity: TokenizerIden
 ANSWERS_CUT = "answers_cut"
 """Note of records that lost something trained to max_seq_len."""
 TOO_LONG = "too_many_tokens"
-"""Why a record with more than max_seq_len tokens is refused, where it is not cut."""
+"""Reason of a record with more than max_seq_len tokens that is not cut."""
 _STAND_IN = "answer"
-"""An answer behind a prompt that has none, to find where the prompt ends."""
+"""Placeholder answer after a prompt without one, to find the end of the prompt."""
 ANSWERS = "answers"
 """Conversations of a group, each a prompt and one of its responses; they are cut into those two."""
 
@@ -347,7 +347,7 @@ class RecordEncoder:
     """Why there is no chat template although some records may need one."""
 
     def to_json(self) -> dict[str, object]:
-        """Return what the arrays depend on beside the tokenizer: the recipe and its chat template."""
+        """Return what the arrays depend on in addition to the tokenizer: the recipe and its chat template."""
         if self.chat is None:
             return {**self.recipe.to_json(), "chat_template": None}
         # Without this key conversations start with BOS if texts do, as in stores from before there was one.
@@ -554,7 +554,7 @@ class RecordEncoder:
             items[name] = lay_out(part, plain, identity, close=name != "prompts")
             if self.recipe.control_strings == "encode":
                 twice = with_second_bos(items[name].ids, items[name].offsets, identity)
-                batch.refuse((plain.owners[item] for item in twice), "second_bos", "two")
+                batch.refuse((plain.owners[item] for item in twice), "second_bos", "BOS appears twice in a row")
             # Where nothing is masked an empty text is a document like any other.
             if name not in ("prompts", "responses") and self.recipe.kind != "seq":
                 _refuse_empty(batch, part, plain)

@@ -139,7 +139,7 @@ def with_history(messages: list[Message], turns: object) -> list[Message]:
 
 
 def joined(before: list[Message], more: list[Message], is_text: bool) -> list[Message]:
-    """Put the messages of the next field behind those of the fields before it.
+    """Append the messages of the next field to those of the previous fields.
 
     Texts of one role become one message, a line each, as LLaMA-Factory has it. A list behind a message of the user
     that does not begin with an answer is the whole conversation: it replaces the messages before it.
@@ -194,7 +194,7 @@ class PlainItems:
     trained: list[bool] = field(default_factory=list)
     """Of each text, whether it is trained."""
     anew: list[bool] = field(default_factory=list)
-    """Of each text, whether it begins anew: BOS before it."""
+    """Whether BOS comes before each text."""
     counts: list[int] = field(default_factory=list)
     """Of each item, how many texts it has."""
     owners: list[int] = field(default_factory=list)
@@ -363,7 +363,7 @@ class VariantReader:
         )
 
     def has_history(self, record: Record) -> bool:
-        """Tell whether a record has turns before the text of a user."""
+        """Return whether a record has turns before the text of a user."""
         if self.asked is None or not record.get(HISTORY):
             return False
         return isinstance(field_of(record, self.asked), str)

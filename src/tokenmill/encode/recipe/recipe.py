@@ -34,7 +34,7 @@ from tokenmill.tables import (
 from tokenmill.types import STORED_ARRAYS, TRAINING_TYPES
 
 Action: TypeAlias = Literal["train", "mask", "$role", "value"]
-"""What becomes of a section: its tokens are trained or masked, its role decides which, or it is a number."""
+"""Treatment of a section: its tokens are trained or masked, its role decides which, or it is a number."""
 Kind: TypeAlias = Literal["seq", "sft", "dpo", "grpo"]
 """The training types."""
 PositionIds: TypeAlias = Literal["none", "doc_reset", "continuous"]
@@ -50,7 +50,7 @@ SYSTEM, HISTORY, OPTIONS = "system", "history", "chat_template_kwargs"
 """Fields that are read whether or not a recipe names them: beside messages the text of the system, and arguments of
 the chat template for one record, as TRL has it; beside the text of a user the turns before it, as LLaMA-Factory."""
 SYSTEM_PROMPT = "system_prompt"
-"""A name of other projects for `SYSTEM`. It is noted where nothing reads it."""
+"""Name of other projects for `SYSTEM`. A record that has it is counted if the recipe does not read it."""
 DTYPES: Mapping[str, str] = {"uint8": "|u1", "uint16": "<u2", "uint32": "<u4", "float32": "<f4"}
 """Names of dtypes, and how a store writes them."""
 SOURCE_MASKS: Mapping[str, str | None] = {
@@ -61,7 +61,7 @@ SOURCE_MASKS: Mapping[str, str | None] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Section:
-    """A field of the record, and what becomes of it."""
+    """A field of the record, and how it is used."""
 
     field: FieldPath
     action: Action
@@ -101,7 +101,7 @@ class Variant:
     """One way to read a record: sources by the name of their array."""
 
     sections: Sections | None = None
-    """Written in place of `sources` where the record makes one sequence. None once the recipe is loaded."""
+    """Written instead of `sources` if the record makes one sequence. None once the recipe is loaded."""
     sources: Mapping[str, Source] = field(default_factory=dict)
 
     @property
@@ -139,13 +139,13 @@ class Preprocessing:
     min_chars: Count = 0
     max_chars: Count | None = None
     max_items: Positive | None = None
-    """Stop after so many records."""
+    """Number of records after which to stop."""
     max_seq_len: Annotated[int, Meta(ge=2, le=MAX_NUMBER)] | None = None
     """Cut a record that has more tokens."""
     truncation_mode: Literal["keep_start", "keep_end"] = "keep_start"
     """Which end of it is kept."""
     on_long: Literal["cut", "drop", "stop"] = "cut"
-    """What becomes of such a record: it is cut, dropped as a whole, or stops the build."""
+    """Treatment of such a record: it is cut, dropped as a whole, or stops the build."""
     domain_key: FieldPath | None = None
     """Field whose text names the domain of a record."""
     deduplicate: bool = False
@@ -156,14 +156,14 @@ class Preprocessing:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Names:
-    """Names that records have in place of those of the recipe."""
+    """Names that records use instead of those of the recipe."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     """Field of the recipe -> field of the record at its top, such as `messages` -> `dialog`."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """`role` and `content` of a message -> what its keys are, such as `speaker` and `text`."""
+    """`role` and `content` of a message -> the keys in the record, such as `speaker` and `text`."""
     roles: Mapping[str, str] = field(default_factory=dict)
-    """What a message says of its speaker -> the role, such as `doctor` -> `assistant`."""
+    """Speaker in a message -> the role, such as `doctor` -> `assistant`."""
 
     def renamed(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a record whose fields have the names of the recipe."""
@@ -200,9 +200,9 @@ class Recipe:
     """Preset that a recipe file is based on. None once the recipe is loaded."""
     input: Input = field(default_factory=Input)
     mask: Mapping[str, Trained] = field(default_factory=dict)
-    """Role -> `train` or `mask`."""
+    """Role -> `train` or `mask`, for sections with the action `$role`."""
     mask_default: Trained = "mask"
-    """For roles that are not in it."""
+    """Treatment of roles that `mask` does not name."""
     control_strings: ControlPolicy = "text"
     """Treatment of special tokens in the texts of a record."""
     train_turns: Turns = "all"
@@ -276,11 +276,11 @@ class Recipe:
         return tuple(role for role in dict.fromkeys((*self.mask, *ROLES)) if self.trains(role))
 
     def trains(self, role: str | None) -> bool:
-        """Tell whether `$role` means train for this role."""
+        """Return whether `$role` means train for this role."""
         return self.mask.get(role or "", self.mask_default) == "train"
 
     def trains_section(self, section: Section) -> bool:
-        """Tell whether a section is trained on; one of messages, whether some role is."""
+        """Return whether a section is trained; for messages, whether any role is."""
         if section.action != "$role":
             return section.action == "train"
         return bool(self.trained_roles) if section.template else self.trains(section.role)
