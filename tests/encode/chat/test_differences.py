@@ -9,6 +9,7 @@ import pytest
 from tests.encode.chat.shapes import TOOLS, result
 from tests.encode.chat.stock import stock_template
 
+from tokenmill.encode import Refusal
 from tokenmill.encode.chat.render import Rendered, render
 
 NOW = {"now": "2025-01-31"}
@@ -99,3 +100,27 @@ def test_an_empty_answer_in_the_middle_is_trained_with_its_end():
 def test_an_answer_of_reasoning_alone_is_trained_up_to_its_end(name, turn):
     """It was rejected, because earlier turns are written without their reasoning (N4)."""
     assert trained(name, [USER, answer("", reasoning_content="WHY")]) == [turn]
+
+
+@pytest.mark.parametrize("content", ["", " ", "\n\n"])
+def test_white_space_does_not_stand_for_calls_that_the_template_leaves_out(content):
+    """A content of white space was stored, although the same message with an empty one was rejected."""
+    messages = [USER, answer(content, tool_calls=calls({"town": "ARG"})), result(0), ANSWER]
+    with pytest.raises(Refusal, match="writes no tool calls") as caught:
+        shown("phi3", messages, tools=TOOLS)
+    assert caught.value.reason == "missing"
+
+
+def test_a_tag_that_a_template_looks_for_and_passes_on_is_text_of_the_record():
+    """Marks around strings cannot tell this; they took it for text of the template."""
+    found = shown("nemotron_3_nano", [USER, answer("<think>WHY</think>ANSWER.")])
+    at = found.text.index("WHY")
+    assert not any(begin <= at < end for begin, end in found.authored)
+    turn = found.text[slice(*found.supervised[0])]
+    assert turn.endswith("WHY</think>ANSWER.<|im_end|>")
+
+
+def test_an_empty_last_answer_after_many_turns_is_trained_as_its_end():
+    """Once in 3,600 conversations it was rejected."""
+    messages = [USER, ANSWER] * 4 + [USER, answer("")]
+    assert trained("qwen3", messages)[-1] == "<think>\n\n</think>\n\n<|im_end|>"

@@ -593,8 +593,8 @@ def turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
     """Return where the trained part of a message begins and ends, its end of turn included."""
     asks = trace.conversation.roles[index] == "assistant"
     own = trace.own_range(index)
+    reject_missing(trace, index)
     if own is None:
-        reject_missing(trace, index)
         if not asks:
             return (0, 0)
         begin = renderer.empty_turn(trace, index)
@@ -610,8 +610,9 @@ def turn_range(renderer: Renderer, trace: Trace, index: int) -> Range:
 
 def reject_missing(trace: Trace, index: int) -> None:
     """Reject a conversation if the template omits a trained message."""
-    if index in trace.of_message:
-        return
+    fields = trace.conversation.fields
+    if any(fields[each.string] for each in trace.of_message.get(index, ())):
+        return  # something other than white space is written
     named = trace.conversation.named(index)
     match trace.conversation.parts_of(index):
         case ():
