@@ -430,12 +430,12 @@ def test_of_a_document_half_seen_the_other_half_is_quarantined(make_store, polic
     half = set(labels_of(rows, offsets, drawn))
     assert 20 < len(half & tokens_of([0], offsets)) < 80
     following = rows_of_store(store, policy, 10, [0]).following(rows, seen)
-    rest = following.rest.fates()
+    rest = following.parts[1].fates()
     beginning = any(span[:2] == (0, 0) and span[2] > 1 for row in spans_of(rows, left) for span in row)
     owed = (tokens_of([0], offsets) & trainable(offsets)) - half
     assert rest.dropped["quarantined"] == len(owed) + beginning
     assert rest.tokens == rest.trained + rest.masked + rest.dropped["quarantined"]
-    assert following.fates() == following.full.fates()
+    assert following.fates() == following.whole_epoch.fates()
     assert following.fates().dropped["quarantined"] == 100
 
 
