@@ -433,7 +433,7 @@ def test_lists_of_strings_and_iterables_of_paths_are_paths(tmp_path, from_file):
 @pytest.mark.parametrize("text", ["Once upon a time.", "word", "x" * 100_000, "two\nlines", "a\0b"])
 def test_a_list_of_texts_says_how_to_pass_them(tmp_path, text):
     with pytest.raises(
-        DocumentError, match=r"no such file or folder: .*or pass a text as a record in Python"
+        DocumentError, match=r"(?s)no such file or folder: .*or pass a text as a record in Python"
     ) as raised:
         build([text], tmp_path / "store")
     assert len(str(raised.value)) < 600
