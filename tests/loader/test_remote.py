@@ -231,7 +231,7 @@ def test_a_line_says_that_training_waits_and_not_too_often(caplog, monkeypatch):
     network, told = Network(), []
     for second in range(100):
         clock[0] += 1.0
-        network.waited(1.0)
+        network.record_wait(1.0)
         if len(caplog.messages) > len(told):
             told.append(second + 1)
     assert told == [5, 36, 67, 98]
@@ -253,11 +253,11 @@ def test_while_the_server_is_down_the_line_names_the_last_error(caplog, monkeypa
         "retried for up to 60 s, so check that the server runs"
     )
     clock[0] += 30.0
-    network.waited(71.0)
+    network.record_wait(71.0)
     assert caplog.messages[2].endswith("40 retries; last error: a refused connection; check that the server runs")
-    network.took(0.1)
+    network.record_latency(0.1)
     clock[0] += 60.0
-    network.waited(60.0)
+    network.record_wait(60.0)
     assert caplog.messages[3].endswith(
         "40 retries; more concurrency or horizon_bytes under [remote] may help, or a mirror"
     )

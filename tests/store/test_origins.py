@@ -291,5 +291,5 @@ def test_the_origins_of_a_remote_shard_are_found_by_its_number(tmp_path, make_st
     (files,) = open_store(f"file://{tmp_path}/remote", remote=options)._remotes
     for shard, first in ((6, 0), (10_003, 10_000), (99_999, 99_999), (100_006, 100_000), (123_456, 100_007)):
         shutil.rmtree(files.folder / ".origins", ignore_errors=True)
-        files.bring_origins(shard_name(shard))
+        files.download_origins(shard_name(shard))
         assert [file.name for file in (files.folder / ".origins").iterdir()] == [f"{first:05d}.bin"]

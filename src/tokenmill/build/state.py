@@ -211,7 +211,7 @@ def _check_folder(
         _check_no_unlisted_shards(out, routes)
         return
     for route in {"", *routes}:
-        writer.refuse_foreign_shards(out / route)
+        writer.check_no_foreign_shards(out / route)
 
 
 def _check_identity(out: Path, old: Mapping[str, Any], new: Mapping[str, Any], *, finished: bool) -> None:
@@ -236,7 +236,7 @@ def _check_no_unknown_files(out: Path, routes: Sequence[str]) -> None:
             folders.setdefault(out.joinpath(*parts[:depth]), set()).add(part)
     for folder, known in folders.items():
         if folder.is_dir():
-            writer.refuse_strangers(folder, known)
+            writer.check_no_unknown_files(folder, known)
 
 
 def _check_no_unlisted_shards(out: Path, routes: Sequence[str]) -> None:

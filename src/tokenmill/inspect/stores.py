@@ -225,7 +225,7 @@ def tokenizer_of(store: Store, spec: str | None = None) -> Tokenizer | None:
             )
         return tokenizer
     for files in store._remotes:
-        files.bring_folder(TOKENIZER_FOLDER)
+        files.download_folder(TOKENIZER_FOLDER)
     for candidate in _tokenizer_specs(store):
         try:
             tokenizer = _opened(candidate)

@@ -299,7 +299,7 @@ class Loader:
         try:
             return ready()
         finally:
-            self.network.waited(monotonic() - began)
+            self.network.record_wait(monotonic() - began)
 
     def describe(self) -> dict[str, Any]:
         """Return what the loaders of all ranks must have in common, as JSON."""

@@ -183,7 +183,7 @@ def _index(
 
     if store.num_documents > IN_MEMORY_DOCUMENTS:
         for files in store._remotes:
-            files.bring(f"{ROWS_FOLDER}/{digest(dict(described))}.rows")  # if somebody built it beside the store
+            files.download(f"{ROWS_FOLDER}/{digest(dict(described))}.rows")  # if somebody built it beside the store
         return cached_index(store.path, described, packed, windows)
     return index_in_memory(packed())
 

@@ -151,7 +151,7 @@ class Sources:
             verify_pages=source.verify_pages,
         )
         for files in store._remotes:
-            files.bring_small()
+            files.download_indexes()
         return store
 
     def _paths(self, places: Places) -> list[Path | str]:

@@ -169,7 +169,7 @@ def read_hashes(store: Store, shard: int) -> Uint64Array | None:
         return None
     file = hashes_file(place.parent, layout.shard_number(place.name))
     for files in store._remotes:
-        files.bring(f"{HASHES_FOLDER}/{file.name}")
+        files.download(f"{HASHES_FOLDER}/{file.name}")
     if not file.exists():
         return None
     kept = read_index(file, _HashesFooter)
@@ -215,7 +215,7 @@ def write_hashes(store: Store, *, progress: Callable[[int], None] = lambda _toke
             _write_shard_hashes(store, number)
         lacking = [files for files in store._remotes if missing or not files.has(f"{HASHES_FOLDER}/{file.name}")]
         for files in lacking:
-            files.send(f"{HASHES_FOLDER}/{file.name}", file)
+            files.upload(f"{HASHES_FOLDER}/{file.name}", file)
         added += missing or bool(lacking)
         progress(shard.tokens)
     return added

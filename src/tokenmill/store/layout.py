@@ -39,7 +39,7 @@ TOKENIZER_FOLDER = ".tokenizer"
 ORIGINS_FOLDER = ".origins"
 """Where a store says which file and line its documents came from."""
 PAGE_BYTES = 4096
-"""What has a checksum of its own, and is kept or not in a mirror."""
+"""Unit of page sums and of a mirror."""
 SUMS_FOLDER = ".sums"
 """Folder of the page sums, by which a part of a file is verified."""
 HASHES_FOLDER = ".hashes"
@@ -47,13 +47,13 @@ HASHES_FOLDER = ".hashes"
 JOURNAL_FOLDER = ".prepare"
 """Where prepare keeps what it needs to add to the store later."""
 SIDE_FOLDERS = (ROWS_FOLDER, ORIGINS_FOLDER, TOKENIZER_FOLDER, SUMS_FOLDER, HASHES_FOLDER)
-"""What a store may have beside its manifest and shards."""
+"""Folders that a store may have next to its manifest and shards."""
 SHARDS_FOLDER = ".tmp-shards"
 LEASE = ".tmp-lease"
 """Says which process may write to a folder; after it in a name stands the holder that it is taken over from (see
 `lease`)."""
 TEMPORARY = frozenset({LEASE, SHARDS_FOLDER, f".tmp-{MANIFEST}", ".tmp-pid"})
-"""What a build that was killed may leave in the folder of a store beside its shards; the last, of an older one."""
+"""Names that a killed build may leave in the folder of a store; the last one is that of an older version."""
 ANCHOR_TOKENS = 1024
 """A shard's index names the document that holds every 1,024th token: one short search finds any other."""
 
@@ -113,7 +113,7 @@ def is_lease_name(name: str) -> bool:
 
 
 def is_store_name(name: str) -> bool:
-    """Whether a name is one that tokenmill gives in the folder of a store: what is there, or what a build left."""
+    """Whether tokenmill gives this name in the folder of a store, or a killed build leaves it."""
     known = {MANIFEST, *SIDE_FOLDERS, *TEMPORARY}
     return name in known or is_shard_name(name) or is_lease_name(name)
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from tokenmill.store.ranges import Request
 
 MAX_MAPS = 1024
-"""Enough for a store of 256 GiB of text: rows come from anywhere, and to map files anew for them takes much longer
-than to read them (benchmarks/engines.py --shards). A map takes address space, no memory and no descriptor."""
+"""Enough for a store of 256 GiB of text: rows come from anywhere, and mapping files again takes much longer than
+reading them (benchmarks/engines.py --shards). A map takes address space, no memory and no descriptor."""
 LARGE_BYTES = 1 << 28
-"""Of a larger file only the pages that are used are read and mapped, not their neighbours as well: rows are read in
-random order, and reading ahead would read and hold many times what they need."""
+"""Size above which the read-ahead of the kernel is disabled. Rows are read in random order, and read-ahead would
+read and hold many times the bytes that they need."""
 _BLOCK_BYTES = 1 << 20
 """Bytes that are read and hashed at a time."""
 

@@ -193,7 +193,7 @@ def kept_fields(store: Store, begin: int, end: int) -> Iterator[Mapping[str, Any
         place = store._shard_place(shard)
         for files in store._remotes:
             if place is not None and place.parent == files.folder:
-                files.bring_origins(place.name)
+                files.download_origins(place.name)
         noted = _noted(place, store.document_begins[: shard + 1]) if place is not None else None
         if noted is None:
             yield from repeat({}, last - first)

@@ -92,7 +92,7 @@ class Store(Records):
 
     @property
     def _by_ranges(self) -> bool:
-        """Whether its arrays are not mapped, but ranges of them brought into memory."""
+        """Whether its arrays are read by ranges instead of mapped."""
         return bool(self._remotes) or self._verified is not None
 
     @property
@@ -206,7 +206,7 @@ class Store(Records):
             return input_of(self.manifest, document)
         for files in self._remotes:
             if place.parent == files.folder:
-                files.bring_origins(place.name)
+                files.download_origins(place.name)
         origin = find_origin(place, document, self.document_begins[: shard + 1])
         return origin or input_of(self.manifest, document)
 
@@ -257,9 +257,9 @@ class Store(Records):
         requests = [self.file(int(shard), layout.key_file(key)) for shard in shards]
         return in_memory(self._maps, wanted_of(requests, shards, spans, self.dtype(key).itemsize))
 
-    def _bring(self, name: str) -> Path:
-        """Return where a file beside the shards is; from object storage it is copied first, if it is there."""
-        copies = [files.bring(name) for files in self._remotes]
+    def _local_copy(self, name: str) -> Path:
+        """Return the path of a file next to the shards; from object storage it is downloaded first."""
+        copies = [files.download(name) for files in self._remotes]
         return next((copy for copy in copies if copy is not None), self.path / name)
 
     def _fetch_key(self, begin: int, end: int, key: str) -> AnyArray:

@@ -183,7 +183,7 @@ def _check_files(store: Store, progress: Progress, problems: list[StoreError]) -
         _check_shard(store, number, progress, problems)
     for name, size in _origins(store).items():
         with collected(problems, store.path):
-            check_origins(store._bring(name))
+            check_origins(store._local_copy(name))
         progress(size)
     listed = [info for shard in manifest.shards for info in shard.files.values()]
     return VerifyReport(
@@ -254,7 +254,7 @@ def _check_sums(store: Store, shard: layout.ShardInfo, sums: Mapping[str, Uint64
     # A copy on this machine does not count if the object is gone.
     if not all(files.has(name) for files in store._remotes):
         raise missing_sums(f"{store.where}/{name}")
-    file = store._bring(name)
+    file = store._local_copy(name)
     for path, expected in read_sums(file, shard).items():
         wrong = np.flatnonzero(expected != sums[path])
         if wrong.size:

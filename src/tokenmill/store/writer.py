@@ -94,8 +94,8 @@ class StoreWriter:
         self._unlock = weakref.finalize(self, Lease(self.path).release)
         try:
             if rebuild and (self.path / MANIFEST).exists():
-                refuse_strangers(self.path, {layout.JOURNAL_FOLDER})
-                refuse_foreign_shards(self.path)
+                check_no_unknown_files(self.path, {layout.JOURNAL_FOLDER})
+                check_no_foreign_shards(self.path)
                 shutil.rmtree(self.path / layout.SHARDS_FOLDER, ignore_errors=True)
             else:
                 clear(self.path)
@@ -415,8 +415,8 @@ def clear(path: Path, *, keep: Sequence[str] = ()) -> None:
     kept = {MANIFEST, *keep}
     children = sorted(path.iterdir())
     ours = [child for child in children if child.name not in kept and not layout.is_lease_name(child.name)]
-    refuse_strangers(path, {layout.JOURNAL_FOLDER, *keep})
-    refuse_foreign_shards(path)
+    check_no_unknown_files(path, {layout.JOURNAL_FOLDER, *keep})
+    check_no_foreign_shards(path)
     (path / MANIFEST).unlink(missing_ok=True)
     sync_folder(path)
     for child in ours:
@@ -428,7 +428,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def refuse_strangers(folder: Path, known: Collection[str]) -> None:
+def check_no_unknown_files(folder: Path, known: Collection[str]) -> None:
     """Raise if a folder holds files that no build wrote: they must not be lost, or taken for part of a store."""
     for name in sorted(os.listdir(folder)):
         if name not in known and not layout.is_store_name(name):
@@ -437,7 +437,7 @@ def refuse_strangers(folder: Path, known: Collection[str]) -> None:
             )
 
 
-def refuse_foreign_shards(path: Path) -> None:
+def check_no_foreign_shards(path: Path) -> None:
     """Raise if something has the name of a shard and is none: it must not be deleted."""
     for child in sorted(path.iterdir()):
         if not layout.is_shard_name(child.name) or child.is_symlink():

@@ -101,7 +101,7 @@ def test_a_server_that_is_not_there_is_named_within_the_deadline():
 
 def test_without_obstore_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(MissingExtraError, match=r"s3://b/w: needs obstore.*tokenmill\[remote\]"):
+    with pytest.raises(MissingExtraError, match=r"s3://b/w: obstore is not installed.*tokenmill\[remote\]"):
         Client(parse_address("s3://b/w"))
 
 

@@ -60,7 +60,7 @@ _FATAL_KINDS = frozenset(
 
 @dataclass(slots=True)
 class Counters:
-    """What was asked for, and what came of it."""
+    """Counters of requests and of their results."""
 
     requests: int = 0
     bytes: int = 0
@@ -109,7 +109,7 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def _stop(self) -> None:
-        """Give up what is under way, when the process ends: nobody waits for it, and nobody is to hear of it."""
+        """Cancel pending requests quietly when the interpreter exits."""
         if self.process != os.getpid():
             return
         with suppress(TimeoutError):
@@ -127,7 +127,7 @@ class Loop:
 
 
 class Network:
-    """What the stores of a run share."""
+    """Requests under way, memory and counters that the stores of a run share."""
 
     def __init__(self, options: RemoteOptions | None = None) -> None:
         self.options = options or RemoteOptions()
@@ -147,7 +147,7 @@ class Network:
 
     # Memory: what is read ahead of training waits for room, what somebody waits for does not.
 
-    def admit(self, size: int, go: Callable[[], object], *, ahead: bool) -> None:
+    def reserve(self, size: int, go: Callable[[], object], *, ahead: bool) -> None:
         """Call `go` once there is room for `size` bytes; at once unless it is ahead of training."""
         with self._lock:
             if ahead and (self._queue or (self._held and self._held + size > self.options.horizon_bytes)):
@@ -156,8 +156,8 @@ class Network:
             self._held += size
         go()
 
-    def hurry(self, go: Callable[[], object]) -> None:
-        """Go on with something that waits for room, as somebody waits for it."""
+    def prioritize(self, go: Callable[[], object]) -> None:
+        """Start something that waits for room, because its result is needed now."""
         with self._lock:
             waiting = [(size, each) for size, each in self._queue if each == go]
             for item in waiting:
@@ -166,8 +166,8 @@ class Network:
         for _, each in waiting:
             each()
 
-    def leave(self, size: int, go: Callable[[], object]) -> None:
-        """Say that `size` bytes are no longer in memory, or no longer wanted."""
+    def release(self, size: int, go: Callable[[], object]) -> None:
+        """Give back `size` bytes that are no longer in memory or no longer needed."""
         with self._lock:
             waiting = [item for item in self._queue if item[1] == go]
             for item in waiting:
@@ -187,8 +187,8 @@ class Network:
         with self._lock:
             setattr(self.counters, name, getattr(self.counters, name) + more)
 
-    def waited(self, seconds: float) -> None:
-        """Count that training waited; say so now and then."""
+    def record_wait(self, seconds: float) -> None:
+        """Count the seconds that training waited; log them now and then."""
         self.counters.waited += seconds
         now = monotonic()
         if self.counters.waited >= self._told + TELL_SECONDS and now > self._next_line:
@@ -207,7 +207,7 @@ class Network:
                 advice,
             )
 
-    def failed(self, kind: str) -> None:
+    def record_failure(self, kind: str) -> None:
         """Count an attempt that is retried; log it now and then while none succeeds."""
         now = monotonic()
         self.counters.retries += 1
@@ -228,7 +228,7 @@ class Network:
     # Requests.
 
     def slots(self) -> asyncio.Semaphore:
-        """Return what bounds the requests under way, in the loop that runs."""
+        """Return the semaphore that bounds the requests under way in the running loop."""
         loop = asyncio.get_running_loop()
         if self._slots is None or self._slots[0] is not loop:
             self._slots = (loop, asyncio.Semaphore(self.options.concurrency))
@@ -239,8 +239,8 @@ class Network:
         """Seconds after which a request is slower than usual."""
         return self._race_after
 
-    def took(self, seconds: float) -> None:
-        """Note how long a request took, which succeeded."""
+    def record_latency(self, seconds: float) -> None:
+        """Record the seconds that a successful request took."""
         self._last_error = None
         self._times.append(seconds)
         if len(self._times) >= 32 and self.counters.requests % 32 == 0:
@@ -262,10 +262,12 @@ class RemoteObjects:
         """Name -> how many bytes it must have, where that is known."""
         self._store: ObjectStore = connect(address, network.options, retries=0)
 
-    async def get(self, name: str, begin: int, end: int, prove: Callable[[Any], int | None] | None = None) -> Any:  # noqa: ANN401 - a buffer
-        """Return the bytes `begin` to `end` (exclusive) of an object, tried again until the deadline.
+    async def get(
+        self, name: str, begin: int, end: int, find_wrong: Callable[[Any], int | None] | None = None
+    ) -> Any:  # noqa: ANN401 - a buffer
+        """Return the bytes `begin` to `end` (exclusive) of an object, retried until the deadline.
 
-        `prove` gives the first page of the bytes that is not what it must be: they are then asked for once more.
+        `find_wrong` returns the first page of the bytes that fails its checksum. They are then requested once more.
         """
         network, options = self.network, self.network.options
         async with network.slots():
@@ -278,7 +280,7 @@ class RemoteObjects:
                 except Exception as error:
                     await self._failed(error, name, (begin, end), attempts)
                     continue
-                page = prove(data) if prove is not None else None
+                page = find_wrong(data) if find_wrong is not None else None
                 if page is None:
                     return data
                 network.count("corrupt")
@@ -304,7 +306,7 @@ class RemoteObjects:
                 f"the last of {attempts.count} attempts; check endpoint and network, or raise deadline under "
                 "[remote]"
             ) from None
-        self.network.failed(kind)
+        self.network.record_failure(kind)
         await asyncio.sleep(pause)
 
     def _wrong_size(self, name: str, got: int | None = None) -> StoreCorruptError:
@@ -358,7 +360,7 @@ class RemoteObjects:
             raise self._wrong_size(name, result.meta["size"])
         data = await result.bytes_async()
         counters.bytes += len(data)
-        self.network.took(monotonic() - began)
+        self.network.record_latency(monotonic() - began)
         if len(data) != end - begin:
             raise _CutShort
         return data
@@ -389,7 +391,7 @@ async def on_disk(work: Callable[..., T], *arguments: object) -> T:
 
 
 async def gathered(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Do several things beside one another; the first that fails ends them all."""
+    """Run coroutines in parallel; the first error cancels the others."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         await asyncio.gather(*tasks)

@@ -1,4 +1,4 @@
-"""The files of a store in object storage: small ones are copied once, of large ones ranges are brought into memory.
+"""The files of a store in object storage: small ones are downloaded once, large ones are read by ranges.
 
 What rows need of a file lands at its own offset in a mapping of the file's size, of which only the pages that were
 written to take memory. So a span has an address as it has one in a local file, and kernels see no difference.
@@ -37,7 +37,7 @@ from tokenmill.types import Uint64Array
 logger = logging.getLogger("tokenmill")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NEAR_BYTES = 64 << 20
-"""Indexes of neighbouring shards that are brought together, so that their requests run beside one another."""
+"""Bytes of indexes of neighbouring shards that are downloaded together, so that their requests run in parallel."""
 
 
 class RangeLoan:
@@ -61,16 +61,16 @@ class RangeLoan:
         return self._work is not None and self._work.done()
 
     def wait(self) -> list[MappedFile]:
-        """Return the files once all ranges are there; raise what kept one from coming."""
+        """Return the files once all ranges have arrived; raise the error of one that failed."""
         if not self._begun.is_set():
-            self._network.hurry(self.start)
+            self._network.prioritize(self.start)
             self._begun.wait()  # another thread gave it room, and is about to begin
         assert self._work is not None, "it was released"
         self._work.result()
         return self._files
 
     def release(self) -> None:
-        """Let go of the memory; what is still on its way is given up."""
+        """Release the memory; requests under way are cancelled."""
         if self._released:
             return
         self._released = True
@@ -78,7 +78,7 @@ class RangeLoan:
             with suppress(CancelledError, Exception):
                 self._work.result(5)
         self._files = []
-        self._network.leave(self.bytes, self.start)
+        self._network.release(self.bytes, self.start)
 
 
 class RemoteFiles:
@@ -124,13 +124,13 @@ class RemoteFiles:
             self.objects.sizes |= {name: info.bytes for name, info in shard.stored_files.items()}
 
     def request(self, shard: int, name: str) -> Request:
-        """Return where a file of a shard is: offsets are copied to this machine first, arrays are not."""
+        """Return the request for a file of a shard. Indexes are downloaded first, arrays are read by ranges."""
         info = self.manifest.shards[shard]
         part = info.files[name]
         if name in self._indexes:
             self._discard_wrong(self._small(f"{info.name}/{name}"), part)
             if not self._small(f"{info.name}/{name}").exists():
-                self.bring_small(shard)
+                self.download_indexes(shard)
             return FileRequest(
                 self._small(f"{info.name}/{name}"),
                 part.bytes,
@@ -140,13 +140,13 @@ class RemoteFiles:
         path = f"{info.name}/{name}"
         return RangeRequest(str(self.address / path), self, path, part.bytes)
 
-    def send(self, name: str, file: Path) -> None:
-        """Write a file that was made here beside the shards."""
+    def upload(self, name: str, file: Path) -> None:
+        """Upload a local file next to the shards."""
         Client(self.address, self.network.options).put(name, file)
         self._listed.pop(name.rpartition("/")[0], None)
 
     def _pin(self, name: str, etag: str) -> str:
-        """Note the version of an object for all processes that share the mirror."""
+        """Record the version of an object for all processes that share the mirror."""
         assert self.mirror is not None
         return self.objects.etags.setdefault(name, self.mirror.pin(name, etag))
 
@@ -168,7 +168,7 @@ class RemoteFiles:
             files.append(mapped)
             size += wanted[-1].pages.size * layout.PAGE_BYTES
         loan = RangeLoan(self.network, files, size, lambda: self._fill(to_mirror, wanted))
-        self.network.admit(size, loan.start, ahead=ahead)
+        self.network.reserve(size, loan.start, ahead=ahead)
         return loan
 
     def _with_uses(self, item: FileRanges) -> FileRanges:
@@ -223,7 +223,7 @@ class RemoteFiles:
             file = sums_file(shard.name)
             is_copied = self._small(file).exists()
             if not is_copied:
-                self.bring_small(number)
+                self.download_indexes(number)
             if not self._small(file).exists():
                 raise missing_sums(self.address / file)
             try:
@@ -238,7 +238,7 @@ class RemoteFiles:
     # Small files.
 
     def listed(self, folder: str) -> dict[str, int]:
-        """Return the names and sizes of what is in a folder beside the shards; asked for once."""
+        """Return the names and sizes of the files in a folder next to the shards; listed once."""
         if folder not in self._listed:
             begun = self._listings.pop(folder, None)
             objects = begun.result() if begun else Client(self.address, self.network.options).list(folder)
@@ -250,8 +250,8 @@ class RemoteFiles:
         """Return whether a file next to the shards exists in object storage; it is listed only once."""
         return name in self.listed(name.rpartition("/")[0])
 
-    def bring(self, name: str) -> Path | None:
-        """Return the local copy of a file beside the shards, made if need be; None where there is no such file."""
+    def download(self, name: str) -> Path | None:
+        """Return the local copy of a file next to the shards, downloaded if needed; None if it does not exist."""
         if not self._small(name).exists():
             size = self.listed(name.rpartition("/")[0]).get(name)
             if size is None:
@@ -259,8 +259,8 @@ class RemoteFiles:
             self._copy([_Copy(name, size)])
         return self._small(name)
 
-    def bring_origins(self, shard: str) -> None:
-        """Copy the file that says where the documents of a shard came from: that of its unit, if there is one."""
+    def download_origins(self, shard: str) -> None:
+        """Download the file with the origins of the documents of a shard: that of its unit, if there is one."""
         if not layout.is_shard_name(shard):
             return
         # As numbers: from 100,000 shards on, names do not sort as they do.
@@ -271,16 +271,16 @@ class RemoteFiles:
         }
         first = max((first for first in firsts if first <= layout.shard_number(shard)), default=None)
         if first is not None:
-            self.bring(firsts[first])
+            self.download(firsts[first])
 
-    def bring_folder(self, folder: str) -> Path:
-        """Return the local copy of a folder beside the shards; nothing is in it where there is none."""
+    def download_folder(self, folder: str) -> Path:
+        """Download a folder next to the shards; return its local copy, which is empty if there is none."""
         for name in self.listed(folder):
-            self.bring(name)
+            self.download(name)
         return self.folder / folder
 
     def _small(self, name: str) -> Path:
-        """Return where the copy of a small file is, or shall be."""
+        """Return the path of the copy of a small file."""
         file = self.folder / name
         return file if self._spare is None or file.exists() else self._spare / name
 
@@ -296,14 +296,14 @@ class RemoteFiles:
             logger.warning("%s: is not what its checksum says; it is fetched again; check the disk", file)
             file.unlink(missing_ok=True)
 
-    def bring_small(self, number: int = 0) -> None:
-        """Copy offsets and page sums of a shard, and of those after it, which will be wanted soon: all at once."""
+    def download_indexes(self, number: int = 0) -> None:
+        """Download indexes and page sums of a shard, and of shards after it, because they are needed soon."""
         sums = self.listed(layout.SUMS_FOLDER) if self.network.options.verify_pages else {}
         jobs: list[_Copy] = []
         total = 0
         for shard in self.manifest.shards[number:]:
-            proof = sums_file(shard.name)
-            mine = [_Copy(proof, sums[proof])] if proof in sums else []
+            file = sums_file(shard.name)
+            mine = [_Copy(file, sums[file])] if file in sums else []
             mine += [
                 _Copy(f"{shard.name}/{name}", shard.files[name].bytes, shard.files[name].xxh3)
                 for name in sorted(self._indexes & shard.files.keys())
@@ -383,7 +383,7 @@ class _Copy:
 
 
 def open_remote(text: str, network: Network) -> RemoteFiles:
-    """Read the manifest of the store at an address; it is asked for each time, and kept with what it lists."""
+    """Open the store at an address by reading its manifest, which is downloaded each time."""
     options = network.options
     address = parse_address(text, options)
     check_platform(str(address))

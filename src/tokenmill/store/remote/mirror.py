@@ -3,8 +3,8 @@
 One file has the pages of one object, with holes where pages are absent, then the states of all pages, and the steps
 at which the run needs them again. A process that fetches pages holds a lock on them, which ends with the
 process. A page is marked as present once all of it was written. Where the store has page sums, it is verified each
-time it is read. When the limit is reached, those pages go first that are needed again last, by the plan: Belady's
-rule, which nobody can better.
+time it is read. When the limit is reached, the page whose next use is furthest away is evicted first (Belady's
+algorithm, which is optimal because the plan knows all uses).
 
 On a disk that is full or broken, pages are not stored: they are fetched, and training continues.
 """
@@ -46,11 +46,11 @@ except ImportError:  # on Windows
     fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger("tokenmill")
-ABSENT, HERE, UNPROVEN = 0, 1, 2
-"""States of a page. An unproven one was written before the machine was last started, so its bytes may never have
+ABSENT, HERE, UNVERIFIED = 0, 1, 2
+"""States of a page. An unverified one was written before the machine was last started, so its bytes may never have
 reached the disk: it is used only if its checksum is right."""
 NEVER = 2**32 - 1
-"""A step that does not come."""
+"""Next-use step of a page that is not needed again."""
 SLACK = 50
 """The limit divided by this is made free at a time, or all pages would be looked at for each block."""
 WHOLE_REQUESTS = 8
@@ -148,7 +148,7 @@ class PageFile:
 
 @contextmanager
 def page_file(file: Path, pages: int) -> Iterator[PageFile]:
-    """Open the file of an object; make it if it is missing, and make it anew if its size is wrong."""
+    """Open the file of an object; create it if it is missing or has another size."""
     size = pages * PAGE_ROOM
     descriptor = _opened(file, size)
     if descriptor is None:
@@ -270,16 +270,17 @@ class Mirror:
         return lacking[:, 0], np.minimum(lacking[:, 1], size)
 
     async def fill(self, objects: RemoteObjects, wanted: Sequence[FileRanges]) -> None:
-        """Bring all that is wanted into memory: from disk what is here, from the object what is not."""
+        """Read ranges into memory: pages in the mirror from disk, all others from the objects."""
         to_disk_alone = any(item.to_mirror for item in wanted)
         at_a_time = asyncio.Semaphore(WHOLE_REQUESTS if to_disk_alone else self.network.options.concurrency)
         with ExitStack() as stack:
             parts = [await on_disk(self._begin, item, stack) for item in wanted]
             await self._make_room(parts)
-            await gathered([self._bring(objects, part, run, at_a_time) for part in parts for run in part.missing])
+            missing = [(part, run) for part in parts for run in part.missing]
+            await gathered([self._download(objects, part, run, at_a_time) for part, run in missing])
 
     def _begin(self, item: FileRanges, stack: ExitStack) -> _Part:
-        """Read what is here of an object, before anything leaves; and note when all of it is needed again."""
+        """Read the pages of an object that are in the mirror, and record when each is needed again."""
         part, at = _Part(item, None), 0
         try:
             part.pages = stack.enter_context(self._page_file(item.file.name, item.file.bytes))
@@ -301,10 +302,10 @@ class Mirror:
                         part.pages.note_uses(begin, part.uses[-1])
         return part
 
-    async def _bring(
+    async def _download(
         self, objects: RemoteObjects, part: _Part, run: tuple[int, int], at_a_time: asyncio.Semaphore
     ) -> None:
-        """Fetch pages that are not here, unless another process does: then wait for it, or for its end."""
+        """Download missing pages, unless another process does: then wait for it, or for its end."""
         first, end = run
         async with at_a_time:
             began, pause = monotonic(), 0.002
@@ -327,7 +328,7 @@ class Mirror:
                 await self._fetch(objects, part, first, end, keep=False)
                 return
             try:
-                # The process that held the lock before may have brought some of them.
+                # The process that held the lock before may have downloaded some of them.
                 for at, stop in _parts(part.states(first, end), first):
                     if not await on_disk(partial(self._read, lock=False), part, at, stop):
                         await self._fetch(objects, part, at, stop)
@@ -368,12 +369,12 @@ class Mirror:
 
     def _is_right(self, item: FileRanges, pages: PageFile, out: Uint8Array, first: int, end: int) -> bool:
         states, begin, stop = pages.states(first, end), first * PAGE_BYTES, min(end * PAGE_BYTES, item.file.bytes)
-        prove = prover(item, begin)
-        if ABSENT in states or (prove is None and UNPROVEN in states):
+        find_wrong = prover(item, begin)
+        if ABSENT in states or (find_wrong is None and UNVERIFIED in states):
             return False
         if os.preadv(pages.descriptor, [out[begin:stop].data], begin) != stop - begin:
             return False
-        wrong = None if prove is None else prove(out[begin:stop])
+        wrong = None if find_wrong is None else find_wrong(out[begin:stop])
         if wrong is not None:
             self.network.count("corrupt")
             if states[wrong - first] == HERE:
@@ -385,7 +386,7 @@ class Mirror:
                 )
             pages.mark(wrong, 1, ABSENT)
             return False
-        if UNPROVEN in states:
+        if UNVERIFIED in states:
             pages.mark(first, end - first, HERE)
         self.network.count("hits", stop - begin)
         return True
@@ -414,7 +415,7 @@ class Mirror:
     # Room.
 
     async def _make_room(self, parts: Sequence[_Part]) -> None:
-        """Say which of the missing pages are kept, and let others go if need be."""
+        """Choose which of the missing pages to store, and evict others if needed."""
         if self.limit is None or not any(part.missing for part in parts):
             return
         end, pause = monotonic() + self._patience, 0.002
@@ -522,7 +523,7 @@ class Mirror:
                 if self.folder in file.parents:
                     with page_file(file, states.size) as pages:
                         for first, end in _runs(states == HERE):
-                            pages.mark(first, end - first, UNPROVEN)
+                            pages.mark(first, end - first, UNVERIFIED)
             write_atomically(mark, boot.encode())
 
     def _read_used(self) -> int:

@@ -1,8 +1,7 @@
-"""A store, copied to object storage: every file proven on both sides, the manifest last.
+"""Uploading a store to object storage: every file verified on both sides, the manifest last.
 
-There is no state to keep. What is there already and is right is left alone, so an upload that was ended goes on
-where it stopped; what is there and is wrong is sent again. Without its manifest nothing is a store, and that is
-written by one request, which does not overwrite another.
+There is no state. Objects that are right are left alone and others are sent again, so the next call resumes an
+interrupted upload. The manifest makes it a store. One request writes it, which does not overwrite another.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ def upload(
     files = _files(path, manifest)
     total, done = sum(info.bytes for info in files.values()) + len(body), 0
     sent: list[FileInfo] = []
-    for info, was_sent in _bring_all(client, path, files):
+    for info, was_sent in _send_all(client, path, files):
         sent += [info] if was_sent else []
         done += info.bytes
         progress(done, total)
@@ -126,7 +125,7 @@ def upload(
     )
 
 
-def _bring_all(client: Client, path: Path, files: Mapping[str, FileInfo]) -> Iterator[tuple[FileInfo, bool]]:
+def _send_all(client: Client, path: Path, files: Mapping[str, FileInfo]) -> Iterator[tuple[FileInfo, bool]]:
     """Upload files that are missing or wrong, several at once; yield each with whether it was sent."""
     sizes = {info.name: info.bytes for info in client.list()}
     with ThreadPoolExecutor(THREADS, thread_name_prefix="tokenmill-upload") as executor:
