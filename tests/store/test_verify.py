@@ -45,8 +45,8 @@ def test_all_that_is_wrong_is_told_at_once_and_each_file_once(golden):
     report = check_store(golden)
     assert [str(problem).split(": ")[0].removeprefix(f"{golden}/") for problem in report.problems] == [
         "shard-00007",
-        "shard-00000/documents.bin",
         "shard-00000/sequence.bin",
+        "shard-00000/documents.bin",
         "shard-00001/sequence.bin",
     ]
     assert (report.documents, report.tokens) == (4, 15)

@@ -209,8 +209,9 @@ def _check_shard(store: Store, number: int, progress: Progress, problems: list[S
     with collected(problems, store.path):
         hashes = read_hashes(store, number)
     indexes = {layout.index_file(axis): axis for axis in store.axes}
+    found: dict[str, list[StoreError]] = {name: [] for name in shard.files}
     for name, info in sorted(shard.files.items(), key=lambda item: item[0] not in indexes):  # indexes first
-        with collected(problems, store.path):
+        with collected(found[name], store.path):
             if name in indexes:
                 offsets[indexes[name]], checksums = _check_index(store, number, name, progress)
             elif name in ids and layout.axis_of(kind, ids[name]) in offsets:
@@ -226,6 +227,7 @@ def _check_shard(store: Store, number: int, progress: Progress, problems: list[S
                     f"{WAY_OUT}"
                 )
             sums[f"{shard.name}/{name}"] = checksums.pages
+    problems += [problem for name in shard.files for problem in found[name]]
     with collected(problems, store.path):
         _check_meta(store, number)
     if len(problems) > before:
