@@ -96,18 +96,18 @@ def test_a_file_that_may_not_be_read_is_an_error_and_no_traceback(tokenmill, run
     run_toml.chmod(0)
     done = tokenmill("plan", run_toml)
     assert done.code == 1
-    assert re.fullmatch(r"error: .*run\.toml: .*, got Permission denied; .*\n", done.err)
+    assert re.fullmatch(r"error: permission denied: .*run\.toml; fix the path or its permissions\n", done.err)
 
 
 def test_a_folder_in_place_of_a_file_is_an_error_and_no_traceback(tokenmill, folder):
     for arguments, got in (
-        (["what", folder, "--step", 0], "got a folder"),
-        (["batches", folder], "got a folder"),
-        (["batches", folder / "run.toml", "--state", folder], "got Is a directory"),
+        (["what", folder, "--step", 0], "[^;]* got a folder"),
+        (["batches", folder], "[^;]* got a folder"),
+        (["batches", folder / "run.toml", "--state", folder], "is a directory: [^;]*"),
     ):
         done = tokenmill(*arguments)
         assert (done.code, done.out) == (2, "")
-        assert re.fullmatch(rf"error: .*: .*, {got}; .*\n", done.err)
+        assert re.fullmatch(rf"error: {got}; .*\n", done.err)
 
 
 def test_old_spellings_of_options_are_accepted_with_a_warning(tokenmill, run_toml):

@@ -119,7 +119,9 @@ def test_the_working_directory_has_a_name(tokenmill, folder, monkeypatch):
 def test_what_is_said_of_foreign_files_is_not_for_a_run(tokenmill, folder):
     done = tokenmill("inspect", folder / "run.toml", "--eos-id", 3)
     assert (done.code, done.out) == (2, "")
-    assert re.fullmatch(r"error: .*run\.toml: .* must be said in the config .*, got eos_id = 3 .*; .*\n", done.err)
+    assert re.fullmatch(
+        r"error: .*run\.toml: eos_id = 3 cannot be combined with a run; write it under .*\n", done.err
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_a_page_that_cannot_be_written_is_refused_before_anything_is_read(tokenm
 def test_what_is_not_there_is_an_error(tokenmill, folder, name, code):
     done = tokenmill("inspect", folder / name)
     assert (done.code, done.out) == (code, "")
-    assert re.fullmatch(rf"error: .*{name}: .*, got .*; .*\n", done.err)
+    assert re.fullmatch(rf"error: .*{name}.*; .*\n", done.err)
 
 
 CHAT = (
@@ -588,7 +590,7 @@ def test_a_broken_store_gives_exit_code_1_and_the_name_of_the_file_on_stderr(tok
     done = tokenmill("verify", folder / "stores" / "web", *(["--json"] if json else []))
     assert done.code == 1
     lines = done.err.splitlines()
-    assert all(re.fullmatch(r"error: .*, got .*; .*", line) for line in lines)
+    assert all(re.fullmatch(r"error: .*: .*; .*", line) for line in lines)
     assert name in lines[0]
     if json:
         found = msgspec.json.decode(done.out)
@@ -609,8 +611,8 @@ def test_all_broken_files_of_several_stores_are_named(tokenmill, folder):
     done = tokenmill("verify", web, folder / "whole", folder / "gone")
     assert done.code == 1
     assert [line.split(": ")[0] for line in done.lines] == [f"ok  {folder}/whole"]
-    broken = [f"{web}/shard-00000/sequence.bin", f"{web}/shard-00000/documents.bin", f"{folder}/gone"]
-    assert [line.split(": ")[1] for line in done.err.splitlines()] == broken
+    broken = [f"{web}/shard-00000/documents.bin", f"{web}/shard-00000/sequence.bin", f"{folder}/gone"]
+    assert sorted(re.findall(rf"{re.escape(str(folder))}[^: ]*", done.err)) == sorted(broken)
     found = msgspec.json.decode(tokenmill("verify", web, folder / "whole", folder / "gone", "--json").out)
     assert ("path" in found, found["ok"]) == (False, False)
     assert [(store["ok"], store["documents"], len(store["problems"])) for store in found["stores"]] == [
@@ -668,7 +670,7 @@ def test_one_broken_store_of_a_folder_gives_exit_code_1(tokenmill, split, damage
     done = tokenmill("verify", split)
     assert done.code == 1
     assert [line.split(": ")[0] for line in done.lines] == [f"ok  {split}/train"]
-    assert re.fullmatch(rf"error: {re.escape(str(split))}/{name}: .*, got .*; .*\n", done.err)
+    assert re.fullmatch(rf"error: (no store at this path: )?{re.escape(str(split))}/{name}[: ].*; .*\n", done.err)
     done = tokenmill("verify", split, "--json")
     found = msgspec.json.decode(done.out)
     assert (done.code, found["ok"]) == (1, False)

@@ -324,7 +324,7 @@ ILLEGAL = {
     "unknown table": (
         '[[stages]]\nname = "base"',
         '[[stags]]\nname = "base"',
-        r".*: .*got 'stags'; did you mean .*",
+        r".*: unknown key: 'stags'; did you mean .*",
     ),
     "missing key": (
         "steps = 10\n",

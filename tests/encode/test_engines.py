@@ -104,11 +104,11 @@ def test_the_first_word_of_the_engine_opens_the_same(opened, specs):
         ("hf:a/b/c", "expected hf:NAME"),
         ("hf:org/name:en", "expected hf:NAME"),
         ("hf:../x", "not a valid name of a repository"),
-        ("no/such/tokenizer.json", "does not exist"),
+        ("no/such/tokenizer.json", "tokenizer not found: "),
         ("tiktoken:no/such/file", "must name a rank file, got 'no/such/file', which is no file"),
         ("tiktoken:", "must name a rank file"),
         ("some/cl100k_base.tiktoken", "write 'tiktoken:some/cl100k_base.tiktoken'"),
-        ("no/such/folder/", "does not exist"),
+        ("no/such/folder/", "tokenizer not found: "),
     ],
 )
 def test_a_spec_that_names_nothing_says_what_can_be_named(spec, message):
