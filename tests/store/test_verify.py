@@ -55,6 +55,14 @@ def test_all_that_is_wrong_is_told_at_once_and_each_file_once(golden):
     assert str(caught.value).splitlines() == [str(problem) for problem in report.problems]
 
 
+def test_a_damaged_index_is_the_only_problem_of_its_shard(golden):
+    """[S.f] The ids of the shard are read and right, although nothing says where documents start."""
+    file = golden / "shard-00000" / "documents.bin"
+    file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])
+    (problem,) = check_store(golden).problems
+    assert str(problem).startswith(f"{file}: checksum must be ")
+
+
 def test_the_message_of_an_error_stays_readable(make_store):
     path, _, _ = make_store("web", [1] * 30, max_tokens_per_shard=1)
     for file in path.glob("*/sequence.bin"):

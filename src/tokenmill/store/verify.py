@@ -221,11 +221,7 @@ def _check_shard(store: Store, number: int, progress: Progress, problems: list[S
                 )
             else:
                 checksums = _read(store, number, name, progress)
-            if checksums.info.xxh3 != info.xxh3:
-                raise StoreCorruptError(
-                    f"{store.file(number, name).path}: checksum must be {info.xxh3}, got {checksums.info.xxh3}; "
-                    f"{WAY_OUT}"
-                )
+            _compare(store.file(number, name).path, info, checksums)
             sums[f"{shard.name}/{name}"] = checksums.pages
     problems += [problem for name in shard.files for problem in found[name]]
     with collected(problems, store.path):
@@ -263,6 +259,12 @@ def _check_sums(store: Store, shard: layout.ShardInfo, sums: Mapping[str, Uint64
             raise StoreCorruptError(f"{file}: wrong sum of page {int(wrong[0])} of {path}; {WAY_OUT}")
 
 
+def _compare(path: object, info: layout.FileInfo, checksums: Checksums) -> None:
+    """Raise if a file has another checksum than the manifest lists."""
+    if checksums.info.xxh3 != info.xxh3:
+        raise StoreCorruptError(f"{path}: checksum must be {info.xxh3}, got {checksums.info.xxh3}; {WAY_OUT}")
+
+
 def _read(store: Store, number: int, name: str, progress: Progress) -> Checksums:
     """Return the checksums of a file of a shard."""
     checksums = Checksums()
@@ -296,8 +298,7 @@ def _check_index(store: Store, number: int, name: str, progress: Progress) -> tu
     for begin in range(0, file.data.size, _BLOCK):
         checksums.update(file.data[begin : begin + _BLOCK].data)
         progress(min(_BLOCK, file.data.size - begin))
-    if checksums.info.xxh3 != shard.files[name].xxh3:
-        return np.empty(0, np.int64), checksums  # which the caller reports
+    _compare(request.path, shard.files[name], checksums)
     split = (items + 1) * layout.OFFSET_DTYPE.itemsize
     offsets, anchors = file.data[:split].view(layout.OFFSET_DTYPE), file.data[split:].view(layout.ANCHOR_DTYPE)
 
