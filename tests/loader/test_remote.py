@@ -244,7 +244,7 @@ def test_while_the_server_is_down_the_line_names_the_last_error(caplog, monkeypa
     network, told = Network(RemoteOptions(deadline=60.0)), []
     for second in range(40):
         clock[0] += 1.0
-        network.failed("a refused connection")
+        network.record_failure("a refused connection")
         if len(caplog.messages) > len(told):
             told.append(second)
     assert told == [5, 36]
@@ -468,7 +468,7 @@ def test_a_server_that_never_answers_ends_the_run_within_the_deadline(
 
 def test_an_object_that_is_overwritten_ends_the_run_with_its_name(make_both, object_server, tmp_path):
     """[N1.c]"""
-    _, away = make_both(remote="horizon_bytes = 4096")
+    _, away = make_both(remote="horizon_bytes = 4096\nverify_pages = false")
     loader = away.loader(micro_batch=4)
     stream = iter(loader)
     next(stream)
