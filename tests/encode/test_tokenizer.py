@@ -73,7 +73,7 @@ def test_digest_is_the_same_on_every_machine():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("vocab_sise", 3, r"got 'vocab_sise'; did you mean 'vocab_size'\?"),
+        ("vocab_sise", 3, r"unknown key: 'vocab_sise'; did you mean 'vocab_size'\?"),
         ("vocab_size", True, "tokenizer.vocab_size: expected a whole number, got True"),
         ("bos_id", "97", "tokenizer.bos_id: expected a whole number, got '97'"),
         ("add_bos", 1, "tokenizer.add_bos: expected true or false, got 1"),
