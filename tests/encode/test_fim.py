@@ -186,7 +186,7 @@ def test_a_tokenizer_that_lacks_the_tokens_is_refused(tmp_path, spec):
         ({"preset": "chat", "fim": {"rate": 0.5}}, "fim is for plain texts of one field"),
         ({"preset": "text", "control_strings": "encode", "fim": {"rate": 0.5}}, "are no control tokens"),
         ({"preset": "text", "fim": {"rate": 1.5}}, "rate"),
-        ({"preset": "text", "fim": {"rate": 0.5, "spm": 1}}, "got 'spm'; did you mean 'spm_rate'"),
+        ({"preset": "text", "fim": {"rate": 0.5, "spm": 1}}, "unknown key: 'spm'; did you mean 'spm_rate'"),
         ({"preset": "text", "fim": {"rate": 0.5, "level": "token"}}, "level"),
     ],
 )
