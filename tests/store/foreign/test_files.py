@@ -60,7 +60,7 @@ def test_a_store_of_hdf5_is_told_below_a_folder_too(tmp_path, tokenizer_identity
     with StoreWriter(tmp_path / "out" / "train", spec) as writer:
         writer.append({"sequence": np.arange(3, dtype="<u2")}, np.array([0, 3]))
         writer.commit()
-    assert [path.name for path in (tmp_path / "out" / "train").glob("shard-*")] == ["shard-00000.h5"]
+    assert [path.name for path in (tmp_path / "out" / "train").glob("shard-*")] == ["shard-00000"]
     with pytest.raises(StoreError, match="must be one store, got the store train in it"):
         open_store(tmp_path / "out")
 
