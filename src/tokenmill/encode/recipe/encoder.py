@@ -554,7 +554,7 @@ class RecordEncoder:
             items[name] = lay_out(part, plain, identity, close=name != "prompts")
             if self.recipe.control_strings == "encode":
                 twice = with_second_bos(items[name].ids, items[name].offsets, identity)
-                batch.refuse((plain.owners[item] for item in twice), "second_bos", "BOS appears twice in a row")
+                batch.refuse((plain.owners[item] for item in twice), "second_bos", "two")
             # Where nothing is masked an empty text is a document like any other.
             if name not in ("prompts", "responses") and self.recipe.kind != "seq":
                 _refuse_empty(batch, part, plain)
