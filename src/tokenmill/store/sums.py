@@ -81,6 +81,8 @@ def read_sums(file: Path, shard: ShardInfo) -> dict[str, Uint64Array]:
     if index is None or (index[1].format, index[1].page_bytes) != (SUMS_FORMAT, PAGE_BYTES):
         raise _bad_sums(file, "damaged page sums")
     data, footer = index[0].data, index[1]
+    if data.size != max((begin + size for begin, size, _, _ in footer.files.values()), default=0):
+        raise _bad_sums(file, "damaged page sums")
     sums: dict[str, Uint64Array] = {}
     for name, info in shard.files.items():
         begin, sums_bytes, checksum, of = footer.files.get(name, (0, 0, "", ""))
