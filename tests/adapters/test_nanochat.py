@@ -381,7 +381,7 @@ def test_a_bad_record_may_be_skipped_as_the_message_says(tmp_path):
         pq.write_table(pa.table({"text": ["1 2 3", None, "4 5 6"] * 20}), tmp_path / name)
     call = {"device": "cpu", "data_dir": tmp_path}
     stream = FLAT(Numbers(), 1, T, "train", **call)
-    with pytest.raises(DocumentError, match=r"a\.parquet.*say on_error='skip'"):
+    with pytest.raises(DocumentError, match=r"a\.parquet.*skip it with on_error='skip'"):
         next(stream)
     stream = FLAT(Numbers(), 1, T, "train", on_error="skip", **call)
     assert next(stream)[0][0].tolist() == [0, 1, 2, 3, 0, 4, 5, 6] * 2

@@ -68,7 +68,12 @@ def test_what_only_a_store_knows_is_refused_with_the_way_out(tokenmill, live_tom
     ):
         done = tokenmill(*words)
         assert done.code == 2
-        said = ("got live text", "draws from live text", "made as they are read; leave out live = true")
+        said = (
+            "got live text",
+            "is live text: the documents of a row",
+            "draws from live text",
+            "made as they are read; leave out live = true",
+        )
         assert any(words in done.err for words in said)
 
 

@@ -1,12 +1,12 @@
 import pytest
 
 from tokenmill.config.combine import check_combinations
-from tokenmill.config.run import parse_config, read_tables
+from tokenmill.config.run import WHOLE_BATCH_ARRAYS, parse_config, read_tables
 from tokenmill.config.schedule import read_numbers
 from tokenmill.errors import ConfigError
 from tokenmill.loader.buffers import array_shapes
 from tokenmill.run.run import Run
-from tokenmill.types import ARRAYS, WHOLE_BATCH_ARRAYS
+from tokenmill.types import ARRAYS
 
 RUN = {"steps": 10, "global_batch_size": 8, "seq_len": 16}
 WEB = {"name": "web", "store": "stores/web"}

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from tokenmill.config.schedule import ON_LONG
 from tokenmill.errors import ConfigError
 from tokenmill.inspect.steps import inspect_step, inspect_strip, row_arrays, same_rows
 from tokenmill.run.overlap import overlaps
 from tokenmill.run.run import Run
 from tokenmill.run.warnings import long_records
 from tokenmill.store import StoreSpec, StoreWriter
-from tokenmill.types import ON_LONG, RECORD_TYPES, token_arrays
+from tokenmill.types import RECORD_TYPES, token_arrays
 
 KINDS = ("seq", "sft", "dpo", "grpo", "prompts")
 PACKINGS = ("concat", "best_fit", "bos_best_fit", "padded")

@@ -178,7 +178,7 @@ class AnyRows:
     def __init__(self, num_rows):
         self.num_rows, self.num_rest, self.seq_len, self.row_slots = num_rows, 0, 8, 8
         self.description = self.epoch_description = {"rows": num_rows}
-        self.cross_document_labels, self.counted = False, self
+        self.cross_document_labels, self.has_epochs = False, True
 
     def fates(self):
         from tokenmill.types import Fates

@@ -53,13 +53,15 @@ def _cut(text: str, width: int) -> str:
 def wrapped(text: str, width: int) -> list[str]:
     """Return the lines of a text that is wrapped between words; a longer word is a line of its own.
 
+    A command in backticks counts as one word, so that it can be copied.
+
     >>> wrapped("use batches of 1,024 rows", 10)
     ['use', 'batches of', '1,024 rows']
     """
     if cell_len(text) <= width:
         return [text]
     lines: list[str] = []
-    for word in text.split():
+    for word in re.findall(r"(?:`[^`\n]*`|\S)+", text):
         if lines and cell_len(lines[-1]) + 1 + cell_len(word) <= width:
             lines[-1] += f" {word}"
         else:

@@ -124,7 +124,7 @@ def test_a_range_outside_the_stream_is_refused(tmp_path, begin, end):
 
 @pytest.mark.usefixtures("parts")
 def test_an_unknown_key_names_the_nearest(tmp_path):
-    with pytest.raises(StoreError, match="got 'sequences'; did you mean 'sequence'"):
+    with pytest.raises(StoreError, match="no such array: 'sequences'; did you mean 'sequence'"):
         loaded(tmp_path, "bin").fetch(0, 1, "sequences")
 
 

@@ -195,7 +195,7 @@ def test_new_weights_that_were_not_used_yet_are_in_the_state():
         ({"weighing": weighed(start="5")}, "weighing.start: expected a whole number .* got '5'"),
         ({"weighing": weighed(start=5)}, "which is start together"),
         ({"weighing": weighed(drawn=[-7, 7, 0])}, r"weighing.drawn\[0\]: expected a whole number from 0 .* got -7"),
-        ({"weighing": weighed(start=1 << 41, drawn=[1 << 41, 0, 0])}, "weighing.start: must be .* to 2.40, got"),
+        ({"weighing": weighed(start=1 << 41, drawn=[1 << 41, 0, 0])}, "weighing.start: expected .* to 2.40, got"),
         ({"weighing": weighed(ahead=[10**12, 0, 0])}, "weighing must have"),
         ({"weighing": weighed(ahead=[0.5, 0, 0])}, "weighing.ahead: expected a list of whole numbers"),
         ({"weighing": weighed(weights=[1, 2, -1])}, r"weights\[2\]: expected a whole number from 0 .* got -1"),

@@ -103,7 +103,7 @@ def test_what_is_no_dict_is_refused(state, dataset):
 def test_every_key_of_a_state_is_needed(make, dataset):
     state = saved(make(dataset))
     for key in state:
-        message = "samples must be those of dataset None" if key == "dataset" else f"{key} must be given"
+        message = "samples must be those of dataset None" if key == "dataset" else f"missing key: {key}"
         with pytest.raises(ResumeError, match=f"state: .*{message}"):
             make(dataset).load_state_dict({name: value for name, value in state.items() if name != key})
     for key in state["sampler"]:
