@@ -6,6 +6,7 @@ torchrun --standalone --nproc-per-node 4 examples/fsdp_gpt.py FOLDER
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -62,4 +63,6 @@ def main(folder: Path, steps: int = 5) -> None:
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     main(Path(sys.argv[1]))
+    gc.collect()  # FSDP's states are in cycles: free them while the threads of gloo still run
+    dist.barrier()
     dist.destroy_process_group()
