@@ -48,33 +48,36 @@ def fault_proxy(endpoint: str, faults: Faults, port: int = 0) -> Iterator[str]:
     loop = asyncio.new_event_loop()
     started: threading.Event = threading.Event()
     place: list[int] = []
-    tasks: set[asyncio.Task[None]] = set()
+    open_ones: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
     upstream = urlsplit(endpoint)
     assert upstream.hostname is not None
     assert upstream.port is not None
     dice = random.Random(faults.seed)
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        try:
-            with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                await _converse(reader, writer, (upstream.hostname, upstream.port), faults, dice)
-        finally:
-            await _closed(writer)
-            tasks.discard(task)
+        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            await _converse(reader, writer, (upstream.hostname, upstream.port), faults, dice)
+        await _closed(writer)
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = loop.create_task(serve(reader, writer))
+        open_ones[task] = writer
+        task.add_done_callback(lambda task: open_ones[task].transport.abort())
+        task.add_done_callback(open_ones.pop)
 
     async def main() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", port, limit=1 << 24)
+        server = await asyncio.start_server(accept, "127.0.0.1", port, limit=1 << 24)
         place.append(server.sockets[0].getsockname()[1])
         started.set()
         async with server:
             with suppress(asyncio.CancelledError):
                 await server.serve_forever()
-        for task in list(tasks):
+        await asyncio.sleep(0.01)  # connections that were just accepted get their tasks
+        tasks = list(open_ones)
+        for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0.01)  # transports that were aborted close their sockets in the next turn of the loop
 
     runner: list[asyncio.Task[None]] = []
 
